@@ -432,7 +432,9 @@ class LiveLog:
                 self._outcomes[index] = "failed", None, failure
         for index in [*self._outcomes]:
             if work.may_run_again is None or not work.may_run_again(index):
-                self._end(index, *self._outcomes.pop(index))
+                outcome = self._outcomes.pop(index)
+                if index not in self._ended:  # else a watcher let it run again
+                    self._end(index, *outcome)
 
     def close(self) -> None:
         """Pass on the rest; an item without an outcome was cancelled."""

@@ -429,6 +429,8 @@ class LoopRun:
         if on_report is not None:
             work.feed.subscribe(self._note_rows)
         self._show_at = 0.0
+        # else only the GPUs are looked at before the loop changes
+        self._tick_s = TICK_S if watchers or reduce is not None else FIRST_LOOK_S
         self._gpus = GpuLog(engine.backend.gpu_readings, work.keep_gpus, work.run)
         self._total: int | None = None  # not known before a generator has ended
         self._readings: dict[tuple[str, int], dict[str, Any]] = {}  # of GPUs, for watchers
@@ -519,11 +521,7 @@ class LoopRun:
         work = self._work
         while not is_over():
             with work.changed:
-                # else only the GPUs are looked at before the loop changes
-                work.changed.wait_for(
-                    lambda: is_over() or self._new_rows,
-                    TICK_S if self._watchers or self._fold is not None else FIRST_LOOK_S,
-                )
+                work.changed.wait_for(lambda: is_over() or self._new_rows, self._tick_s)
             self._pass_reports_on()
             self._gpus.look()
             self._show_in_time()

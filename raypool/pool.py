@@ -552,6 +552,7 @@ class PoolView(concurrent.futures.Executor):
         run_dir: str | os.PathLike[str] | None = None,
         stop: Halving | Population | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
         stop_when: Until | None = None,
+        cancel_grace_s: float | None = None,
         sampler: BaseSampler | None = None,
         study: Study | None = None,
         seed: int | None = None,
@@ -587,6 +588,8 @@ class PoolView(concurrent.futures.Executor):
                 at its next report at the latest.
             stop_when: When the search ends before all trials: `search.until(...)`. The same call
                 without it runs the remaining trials.
+            cancel_grace_s: Cancel a stopped trial that still runs after this time [s]; it is pruned
+                with its last score. None: wait for its end. Not in inline pools.
             sampler: An Optuna sampler. None: TPE; with halving or a population, random samples.
             study: An Optuna study to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
@@ -635,6 +638,7 @@ class PoolView(concurrent.futures.Executor):
             run_dir,
             stop,
             stop_when,
+            cancel_grace_s,
             sampler,
             study,
             seed,

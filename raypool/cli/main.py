@@ -180,13 +180,22 @@ def _shown(again: Replay, debug: bool) -> int:
     """Run an item and print its outcome."""
     import pdb
 
+    from raypool.journal.trials import trials_in
+
     echo(
         f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}:"
         f" {again.item!r}",
         err=True,
     )
+    call = pdb.Pdb().runcall if debug else lambda fn, item: fn(item)
     try:
-        value = again.run(pdb.Pdb().runcall) if debug else again.run()
+        trials = trials_in(again.run_dir, 0)
+        if trials is None or trials.workers is None:
+            value = again.run(call)
+        else:
+            from raypool.cli.search import replay_training
+
+            value = replay_training(again, call)
     except (KeyboardInterrupt, SystemExit):
         raise
     except bdb.BdbQuit:

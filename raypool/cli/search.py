@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,16 @@ from raypool.cli.sweep import (
     run_options,
     show_fitting,
 )
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RaypoolError,
+    TrainingError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
+    from raypool.journal.replay import Replay
     from raypool.search.run import SearchResults
 
 RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
@@ -56,6 +64,12 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
 )
 @click.option(
     "--median", "is_median", is_flag=True, help="Stop trials worse than the others' median."
+)
+@click.option(
+    "--cancel-grace",
+    type=float,
+    metavar="SECONDS",
+    help="Cancel a stopped trial that still runs after this time.",
 )
 @click.option(
     "--workers-per-trial",
@@ -126,6 +140,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     run_dir=run_dir,
                     stop=stop,
                     stop_when=stop_when,
+                    cancel_grace_s=options["cancel_grace"],
                     seed=options["seed"],
                     on_end=options["notify"],
                     workers_per_trial=options["workers_per_trial"],
@@ -153,6 +168,32 @@ def _show(found: SearchResults, run_dir: str, is_json: bool) -> None:
         if len(frame) > FEW_ROWS:
             echo(f"The {FEW_ROWS} best, of {len(frame):,} trials.", err=True)
     echo(f"{found.summary}. The trials are in {run_dir}.", err=True)
+
+
+def replay_training(again: Replay, call: Callable[[Callable[[Any], Any], Any], Any]) -> Any:
+    """Run a trial that is a training again, as its only rank; see `Replay.run`.
+
+    Raises:
+        Exception: Any error that the function raised.
+    """
+    from raypool.channel.users_code import generators_of
+    from raypool.pool import parpool
+    from raypool.train.runs import RunOptions
+    from raypool.worker.runner import seed_everything
+    from raypool.worker.running import item_seed
+
+    def loop(config: Any) -> Any:
+        if again.seed is not None:
+            seed = item_seed(item_seed(again.seed, again.number), 0)
+            seed_everything(seed, generators_of(again.fn))
+        return call(again.fn, config)
+
+    with again.copied_checkpoint() as folder, parpool(profile="inline", quiet=True) as pool:
+        kept = RunOptions(run_dir=folder / "checkpoint", keep_checkpoints=1)
+        try:
+            return pool.train(loop, again.item, run_options=kept).result().values[0]
+        except TrainingError as error:
+            raise error.failures[error.first_rank or 0] from None
 
 
 def read_space(path: Path) -> dict[str, Any]:

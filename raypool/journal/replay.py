@@ -55,12 +55,9 @@ class Replay(NamedTuple):
             Exception: Any error that the function raised.
         """
         note = TaskContext(self.number, self.attempt, self.seed, 0, None, self.name)
-        with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
-            original = self.run_dir / "items" / self.key / "checkpoint"
-            if original.is_dir():
-                shutil.copytree(original, Path(folder) / "checkpoint")
-            note.folders = CheckpointFolders(lambda: Path(folder))
-            note.checkpoints = (folder, {self.number: "checkpoint"})
+        with self.copied_checkpoint() as folder:
+            note.folders = CheckpointFolders(lambda: folder)
+            note.checkpoints = (str(folder), {self.number: "checkpoint"})
             if self.seed is not None:
                 seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
@@ -68,6 +65,15 @@ class Replay(NamedTuple):
                 return call(self.fn, self.item)
             finally:
                 running.reset(token)
+
+    @contextlib.contextmanager
+    def copied_checkpoint(self) -> Iterator[Path]:
+        """Give a temporary folder with a copy of the item's checkpoint, named so."""
+        with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
+            original = self.run_dir / "items" / self.key / "checkpoint"
+            if original.is_dir():
+                shutil.copytree(original, Path(folder) / "checkpoint")
+            yield Path(folder)
 
 
 @contextlib.contextmanager

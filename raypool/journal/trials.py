@@ -23,6 +23,9 @@ NAME = "raypool"
 METRIC = "raypool_metric"
 """The attribute of that study with the name of the score."""
 
+WORKERS = "raypool_workers"
+"""The attribute of that study with the number of workers of each trial, if it is a training."""
+
 PARENT = "raypool_parent"
 """The attribute of a trial that took over from another: both, and the rung of the checkpoint."""
 
@@ -41,7 +44,8 @@ class Trials(NamedTuple):
 
     `numbers`: their numbers in the study. `states`: "complete", "pruned" or "failed"; of a search
     in progress "running" or "waiting" at a rung; of one in a folder "unfinished". `parents`: in a
-    population, the numbers of the trials that they took over from; else empty.
+    population, the numbers of the trials that they took over from; else empty. `workers`: of each
+    trial, if it is a training.
     """
 
     metric: str
@@ -51,6 +55,7 @@ class Trials(NamedTuple):
     scores: Sequence[float | None]
     epochs: Sequence[int]
     parents: Sequence[int | None] = ()
+    workers: int | None = None
 
     @property
     def columns(self) -> dict[str, list[Any]]:
@@ -128,4 +133,5 @@ def trials_in(folder: Path, num_items: int) -> Trials | None:
         [trial.values[0] if trial.values else None for trial in trials],
         [max(trial.intermediate_values, default=0) for trial in trials],
         parents if any(parent is not None for parent in parents) else (),
+        study.user_attrs.get(WORKERS),
     )

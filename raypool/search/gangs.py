@@ -27,6 +27,7 @@ from raypool.errors import (
     TrainingError,
     checked_count,
 )
+from raypool.journal.trials import WORKERS
 from raypool.results import Results
 from raypool.search.run import (
     POOL_ENDED,
@@ -133,6 +134,8 @@ class GangSearch(Search):
     ) -> None:
         super().__init__(*given)
         self._view, self._size = view, size
+        if self._work.run_dir is not None and self._options.study is None:
+            self._study.set_user_attr(WORKERS, size)  # for `raypool replay`
         self._loop = functools.partial(train_part, fn, self._metric)
         self._temporary = Path()
         self._trainings: dict[int, TrainingRun] = {}  # by part
@@ -206,14 +209,17 @@ class GangSearch(Search):
             if rank == 0:
                 self._work.feed.add_row((moment, index, attempt, metrics))
 
-    def _stop_trial(self, trial: Trial, why: str) -> None:
+    def _ask_to_stop(self, trial: Trial) -> None:
         assert trial.part is not None
-        training = self._trainings.get(trial.part)
-        if training is None:
-            super()._stop_trial(trial, why)  # inline, in the training
-            return
-        trial.stopped_by = why
-        training.request_stop()
+        if (training := self._trainings.get(trial.part)) is not None:
+            training.request_stop()
+        else:
+            super()._ask_to_stop(trial)  # inline, in the training
+
+    def _cancel_trial(self, trial: Trial) -> None:
+        assert trial.part is not None
+        if (training := self._trainings.get(trial.part)) is not None:
+            training.cancel()
 
     def act(self, request: Request) -> str | None:
         """Carry out what a watcher asks for; see `LoopRun.act`."""
@@ -244,8 +250,11 @@ class GangSearch(Search):
         training, work = self._trainings.pop(part), self._work
         for call in self._calls.pop(part, ()):
             call.is_over = True
-        if training.cancelled():  # by `cancel_all`, say
-            self.cancel()
+        if training.cancelled():
+            if self.trials[work.numbers(self._piece(part))[0]].stopped_by:  # it ended too late
+                work.drop(self._piece(part))
+            else:  # by `cancel_all`, say
+                self.cancel()
             return
         error, piece = training.exception(), self._piece(part)
         if isinstance(error, POOL_ENDED):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raypool.channel.feed import MetricsReport, report_of_row
 from raypool.channel.records import Missing, function_name
-from raypool.core.messages import ItemsAdded, StopRequested
+from raypool.core.messages import CancelRequested, ItemsAdded, StopRequested
 from raypool.core.model import Slice, TaskSpec
 from raypool.engine.engine import Engine
 from raypool.engine.loop import CallItems, LoopOptions, LoopWork
@@ -39,8 +39,9 @@ from raypool.errors import (
 )
 from raypool.journal.trials import METRIC, NAME, OWNER, PARENT, RUNG, STATES, STUDY, Trials
 from raypool.loggers import SweepLogger, check_loggers
-from raypool.options import check_callable, check_name
+from raypool.options import check_callable, check_name, check_seconds
 from raypool.parallel_for import (
+    TICK_S,
     EndNotice,
     LoopRun,
     Watcher,
@@ -154,13 +155,6 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> A
             note.say = say
 
     return wait()
-
-
-def ended_before(row: Row, report: MetricsReport) -> bool:
-    """Return whether a part of a trial ended before this report, by the clock of its worker."""
-    if row.started_at is None or row.duration_s is None:
-        return False
-    return row.started_at + row.duration_s < report.time.timestamp()
 
 
 def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
@@ -300,6 +294,7 @@ class SearchOptions(NamedTuple):
     run_dir: Any
     stop: Any
     stop_when: Until | None
+    cancel_grace_s: float | None
     sampler: optuna.samplers.BaseSampler | None
     study: optuna.Study | None
     seed: int | None
@@ -327,6 +322,7 @@ class SearchOptions(NamedTuple):
         check_on_report(self.on_report)
         check_on_end(self.on_end)
         check_loggers(self.loggers)
+        check_seconds("cancel_grace_s", self.cancel_grace_s)
         if self.mode not in ("max", "min"):
             raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
         if self.stop_when is not None and not isinstance(self.stop_when, Until):
@@ -601,6 +597,10 @@ class Search(LoopRun):
         self.ended_by = ""  # why `stop_when` has ended it
         self._best, self._num_worse = -math.inf, 0  # the trials since the best one
         self._leader = False, -math.inf, -1  # whether it is complete, how good, and which trial
+        # trials that were asked to stop: when, and in which part
+        self._asked: deque[tuple[float, Trial, int | None]] = deque()
+        if options.stop_when is not None or options.cancel_grace_s is not None:
+            self._tick_s = TICK_S
         self._num_pruned: Counter[str] = Counter()  # by what has stopped them
         self._rule = "stop_when"
         if self._stop is not None:
@@ -659,7 +659,7 @@ class Search(LoopRun):
                     return
                 if not self._num_running:
                     break
-                self._wait(lambda: work.is_done or self._has_news or self._end_early())
+                self._wait(self._has_work)
                 if work.is_done:
                     return
             for trial in self.trials:
@@ -671,6 +671,10 @@ class Search(LoopRun):
                 remove_checkpoint(work.home, work.checkpoint_name(trial.index) + KEPT)
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
         self._raise_if_none_is_good()
+
+    def _has_work(self) -> bool:
+        self._cancel_late()
+        return self._work.is_done or self._has_news or self._end_early()
 
     @property
     def _group(self) -> int:
@@ -711,9 +715,10 @@ class Search(LoopRun):
             self._take_over(trial, self._members)
         kept = self._work.restored.get(trial.index)
         reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
+        reported_at = reports[-1].time.timestamp() if reports else -math.inf
         self._replay(trial, reports)
         if kept is not None and (
-            isinstance(kept.error, POOL_ENDED) or self._has_gone_on(trial, kept.row, reports)
+            isinstance(kept.error, POOL_ENDED) or self._has_gone_on(trial, kept.row, reported_at)
         ):
             kept = None
         is_interrupted = trial.state == "running" and kept is None
@@ -723,7 +728,7 @@ class Search(LoopRun):
         if is_interrupted and self._work.home is not None:
             saved_at = checkpoint_time(self._work.home, self._work.checkpoint_name(trial.index))
             trial.is_again = saved_at is not None
-        if saved_at is not None and self._has_paused(trial, saved_at, reports):
+        if saved_at is not None and self._has_paused(trial, saved_at, reported_at):
             self._end_part(trial, None, None)
         elif is_interrupted:
             self._interrupted.append(trial)
@@ -735,20 +740,21 @@ class Search(LoopRun):
                 self._note_score(trial.score)
                 self._note_best(trial, trial.score)
 
-    def _has_paused(self, trial: Trial, saved_at: float, reports: list[MetricsReport]) -> bool:
+    def _has_paused(self, trial: Trial, saved_at: float, reported_at: float) -> bool:
         """Whether an interrupted trial saved a checkpoint after the last epoch before a rung."""
         if self._rungs is None or trial.score is None:
             return False
-        is_there = trial.until == trial.epochs < self._rungs.levels[-1]
-        return is_there and saved_at > reports[-1].time.timestamp()
+        return trial.until == trial.epochs < self._rungs.levels[-1] and saved_at > reported_at
 
-    def _has_gone_on(self, trial: Trial, row: Row, reports: list[MetricsReport]) -> bool:
+    def _has_gone_on(self, trial: Trial, row: Row, reported_at: float) -> bool:
         """Whether another part of a trial of an earlier call began after this outcome."""
         # its reports may be lost: those of a killed process are written a little later
         is_promoted = trial.rung > 0 and trial.state == "running"
         if is_promoted and self._rungs and trial.epochs < self._rungs.levels[trial.rung]:
             return True
-        return bool(reports) and ended_before(row, reports[-1])
+        if row.started_at is None or row.duration_s is None:
+            return False
+        return row.started_at + row.duration_s < reported_at
 
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
@@ -1054,21 +1060,31 @@ class Search(LoopRun):
 
     def _stop_trial(self, trial: Trial, why: str) -> None:
         trial.stopped_by = why
+        if self._options.cancel_grace_s is not None:
+            self._asked.append((time.monotonic(), trial, trial.part))
+        self._ask_to_stop(trial)
+
+    def _ask_to_stop(self, trial: Trial) -> None:
         if not self._is_inline:
             self._driver.post(StopRequested(self._task_id, trial.part))
         elif (note := note_here()) is not None:  # this is the trial's own thread
             note.should_stop = True
 
+    def _cancel_late(self) -> None:
+        """Cancel trials that still run some time after they were asked to stop."""
+        until = time.monotonic() - (self._options.cancel_grace_s or 0.0)
+        while self._asked and self._asked[0][0] <= until:
+            _, trial, part = self._asked.popleft()
+            if trial.state == "running" and trial.part == part:
+                self._cancel_trial(trial)
+
+    def _cancel_trial(self, trial: Trial) -> None:
+        self._driver.post(CancelRequested(self._task_id, trial.part))
+
     def _absorb(self) -> None:
         """Process the parts that have ended, and begin those whose copies are there."""
         work = self._work
-        for copied, trial in [held for held in self._held if held[0].done()]:
-            self._held.remove((copied, trial))
-            copied.result()
-            if self.ended_by:
-                trial.state = "waiting"
-            else:
-                self._begin(trial)
+        self._begin_held()
         while self._num_seen[0] < len(work.segments):
             piece, result, _ = work.segments[self._num_seen[0]]
             self._num_seen[0] += 1
@@ -1089,14 +1105,30 @@ class Search(LoopRun):
             self._num_seen[1] += 1
             for index in work.numbers(lost.items):
                 self._end_part(self.trials[index], None, lost.error)
-        while self._num_seen[2] < len(work.dropped):
-            part = work.dropped[self._num_seen[2]]
+        for part in work.dropped[self._num_seen[2] :]:
             self._num_seen[2] += 1
-            self._num_ended += 1
-            (index,) = work.numbers(Slice(self._task_id, part, part + 1, 1))
-            self.trials[index].state = "unfinished"
-            if self._members is not None:
-                self._members.leave(index)
+            self._note_cancelled(part)
+
+    def _begin_held(self) -> None:
+        for copied, trial in [held for held in self._held if held[0].done()]:
+            self._held.remove((copied, trial))
+            copied.result()
+            if self.ended_by or self._work.stopped_by is not None:
+                trial.state = "waiting"
+            else:
+                self._begin(trial)
+
+    def _note_cancelled(self, part: int) -> None:
+        self._pass_reports_on()
+        (index,) = self._work.numbers(Slice(self._task_id, part, part + 1, 1))
+        trial = self.trials[index]
+        if trial.stopped_by:
+            self._end_part(trial, None, None)
+            return
+        self._num_ended += 1
+        trial.state = "unfinished"
+        if self._members is not None:
+            self._members.leave(index)
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call

@@ -1,5 +1,5 @@
-"""Where the trials of a search are kept: storages that cannot be reached for a while, and the space
-that a folder was made for.
+"""Where the trials of a search are kept: storages that cannot be reached for a while, what samplers
+see of them, and the space that a folder was made for.
 """
 
 from __future__ import annotations

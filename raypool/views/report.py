@@ -415,7 +415,8 @@ def lineage(trials: Trials, metrics: pd.DataFrame) -> dict[str, Any]:
     }
     figure = go.Figure()
     for number, state, parent in zip(trials.numbers, trials.states, trials.parents, strict=True):
-        own, before = curves.get(number, {}), curves.get(parent, {})
+        own = curves.get(number, {})
+        before = {} if parent is None else curves.get(parent, {})
         began = [epoch for epoch in before if own and epoch < min(own)][-1:]
         epochs = evenly([*began, *own], MAX_POINTS)
         figure.add_scatter(

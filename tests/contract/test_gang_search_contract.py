@@ -5,7 +5,9 @@ On Ray a trial has two ranks; elsewhere it has one, as `pool.train` has.
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 
 import optuna
 import pytest
+from click.testing import CliRunner
 
 from raypool import (
     InvalidValueError,
@@ -25,6 +28,7 @@ from raypool import (
     parpool,
     search,
 )
+from raypool.cli.main import main
 from raypool.testing import sim_pool
 from raypool.testing.simulation import FaultPlan
 from tests.conftest import Gate, Marks
@@ -179,6 +183,28 @@ def test_hopeless_trainings_stop(pool: ParallelPool, marks: Marks) -> None:
     assert ((frame["x"] < 0) == (frame["state"] == "pruned")).all()
 
 
+@pytest.mark.concurrent
+def test_a_hopeless_training_that_does_not_stop_is_cancelled(
+    pool: ParallelPool, marks: Marks
+) -> None:
+    def hang(config: dict[str, Any], epoch: int) -> None:
+        while epoch == 1 and config["x"] < 0.5:
+            pass
+
+    found = pool.search(
+        loop_of(marks, at_epoch=hang),
+        SPACE,
+        num_trials=4,
+        stop=lambda metrics: metrics["accuracy"] < 0.5 and metrics["epoch"] == 0,
+        cancel_grace_s=0.01,
+        **GANG,
+    )
+    frame = found.to_frame().set_index("state")
+    assert set(frame.index) == {"complete", "pruned"}
+    assert (frame.loc["pruned", "accuracy"] == frame.loc["pruned", "x"]).all()
+    assert (frame.loc["complete", "x"] >= 0.5).all()
+
+
 def test_failures_are_those_of_the_loop(pool: ParallelPool, marks: Marks) -> None:
     def fail(config: dict[str, Any], epoch: int) -> None:
         if config["kind"] == "a" and epoch == 1:
@@ -252,3 +278,40 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         InvalidValueError, match=r"The loop loop uses ray\.train\.get_dataset_shard"
     ):
         pool.search(loop, SPACE, num_trials=1, workers_per_trial=1)
+
+
+LOOP = """
+import json
+import tempfile
+from pathlib import Path
+
+import ray.train
+
+def loop(config):
+    last = ray.train.get_checkpoint()
+    num_runs = 1 if last is None else json.loads(Path(last.path, "runs").read_text()) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "runs").write_text(json.dumps(num_runs))
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"accuracy": config["x"]}, checkpoint=checkpoint)
+    if config["kind"] == "b":
+        raise LookupError("no b")
+    return num_runs
+"""
+
+
+@pytest.mark.arguments
+def test_a_trial_is_replayed_from_a_copy_of_its_checkpoint(
+    pool: ParallelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gang_loop.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(tmp_path)
+    loop = importlib.import_module("gang_loop").loop
+    found = pool.search(loop, SPACE, num_trials=4, run_dir=tmp_path / "run", **GANG)
+    monkeypatch.delitem(sys.modules, "gang_loop")
+    assert set(found.to_frame()["kind"]) == {"a", "b"}
+    for trial, kind in found.to_frame().set_index("trial")["kind"].items():
+        for _ in range(2):
+            done = CliRunner().invoke(main, ["replay", str(tmp_path / "run"), str(trial)])
+            assert done.exit_code == (kind == "b"), done.output
+            assert (done.stdout == "2\n") if kind == "a" else ("LookupError: no b" in done.stderr)

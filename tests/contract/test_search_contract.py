@@ -370,6 +370,29 @@ def test_hopeless_trials_stop(pool: ParallelPool, marks: Marks, tmp_path: Path, 
     }
 
 
+@pytest.mark.concurrent
+def test_a_hopeless_trial_that_does_not_stop_is_cancelled(pool: ParallelPool) -> None:
+    def train(config: dict[str, Any]) -> None:
+        report(epoch=3, accuracy=config["x"])
+        while config["x"] < 0.5:
+            pass
+
+    found = pool.search(
+        train,
+        SPACE,
+        metric="accuracy",
+        num_trials=8,
+        seed=0,
+        stop=lambda metrics: metrics["accuracy"] < 0.5,
+        cancel_grace_s=0.01,
+    )
+    frame = found.to_frame()
+    assert set(frame["state"]) == {"complete", "pruned"}
+    assert ((frame["x"] < 0.5) == (frame["state"] == "pruned")).all()
+    assert (frame["accuracy"] == frame["x"]).all()
+    assert (frame["epochs"] == 4).all()
+
+
 def test_a_search_ends_early(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "raypool")
 
@@ -664,6 +687,7 @@ def test_bad_arguments(pool: ParallelPool) -> None:
             r"population\(\) needs run_dir",
         ),
         ({"stop": search.median()}, InvalidValueError, "stop= needs metric"),
+        ({"cancel_grace_s": 0}, InvalidValueError, "cancel_grace_s=0 leaves no time"),
         ({"stop_when": 3}, InvalidTypeError, r"must be made by search\.until"),
     ]:
         with pytest.raises(kind, match=words):

@@ -98,6 +98,8 @@ def test_failures_and_mistakes(folder: Path) -> None:
         done = search("--num-trials", "2", function="fail", space="bad.toml")
         assert done.exit_code in (1, 2)
         assert re.search(words, done.stderr.replace("\n", " ")), (words, done.stderr)
+    hurried = search("--num-trials", "2", "--cancel-grace", "-1", function="fail")
+    assert "cancel_grace_s=-1.0 leaves no time" in hurried.stderr
     both = search("--num-trials", "2", "--halving", "9", "--median")
     assert both.exit_code == 2
     assert "Choose one" in both.stderr
