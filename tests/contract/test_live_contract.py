@@ -203,6 +203,7 @@ def test_what_was_cancelled_is_not_reduced(
     )
     assert watcher.runs(0, 1, 2)
     assert watcher.ask("cancel", 3) == "done"
+    assert "reduce=" in watcher.ask("rerun", 3)
     gate.open()
     assert loop.result(300) == 4
 
