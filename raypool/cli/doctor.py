@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 from packaging.requirements import Requirement
 
+from raypool.backends.ray import fork_server
 from raypool.backends.ray.session import folder_of_ray
 from raypool.cluster.connect import token_path
 from raypool.errors import RaypoolError
@@ -32,7 +33,7 @@ from raypool.gpus.devices import GpuDevice, Inventory, usable_cpus
 from raypool.gpus.nvml import load_pynvml
 from raypool.gpus.table import NVIDIAS, gpus_here
 from raypool.profile_files import nearest_file
-from raypool.profiles import PINNING
+from raypool.profiles import PINNING, Profile
 
 if TYPE_CHECKING:
     from raypool.gpus.devices import Inventory
@@ -58,9 +59,13 @@ Ray 2.60; ours does without.
 """
 
 TORCH = """
-import json, torch
+import json, os
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as in the fork server
+import torch
 from torch import cuda
 told = dict(version=torch.__version__, cuda=torch.version.cuda)
+tasks = "/proc/self/task"
+told.update(threads=len(os.listdir(tasks)) if os.path.exists(tasks) else 1)
 told |= dict(available=cuda.is_available(), archs=cuda.get_arch_list())
 print(json.dumps(told))
 """
@@ -279,6 +284,20 @@ def _import(name: Literal["ray", "torch"], machine: Measured) -> Iterator[Judgme
 
 check("ray")(partial(_import, "ray"))
 check("torch")(partial(_import, "torch"))
+
+
+@check("worker start")
+def _worker_start(machine: Measured) -> Iterator[Judgment]:
+    """Tell whether workers can be forked from a process with torch, else why not."""
+    preload = Profile.preload if not machine.torch.error else ()
+    reason = fork_server.obstacle(fork_server.installed(preload))
+    threads = machine.torch.told.get("threads", 1)
+    if reason is None and threads > 1:
+        reason = f"importing torch starts threads ({threads} run)"
+    if reason is None:
+        yield "ok", "workers can be forked from a process that has imported torch"
+    else:
+        yield "ok", f"workers are plain processes, which start more slowly: {reason}"
 
 
 # --- GPUs -----------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+HEAD = "import os, tempfile\nfifo = tempfile.mkdtemp() + '/gate'\nos.mkfifo(fifo)\n"
+
 WORKERS = """
 import json, os, signal, sys
 from raypool import Profile, WorkerResources, parpool
@@ -54,9 +58,15 @@ with parpool(3, profile=profile(env={"MODE": "fast"})) as pool:
 
 def test_what_cannot_be_a_fork_is_a_process(run_python: Any) -> None:
     code = """
+import logging
+logging.basicConfig(level=logging.INFO)
 with parpool(1, profile=profile(fork_server=False)) as pool:
     print(json.dumps(pool.parfeval(parent).result()))
-with parpool(1, profile=profile(env={"OMP_PROC_BIND": "false"})) as pool:
+with parpool(1, profile=profile(preload=["not_installed"])) as pool:
+    print(json.dumps(pool.parfeval(parent).result()))
+with parpool(1, profile=profile()) as pool:
+    print(json.dumps(pool.parfeval(parent).result() is not None))
+with parpool(1, profile=profile(env={"OMP_PROC_BIND": "false"})) as pool:  # a base of its own
     print(json.dumps(pool.parfeval(parent).result() is not None))
     with parpool(1, profile=profile(env={"OMP_PROC_BIND": "true"})) as other:
         print(json.dumps(other.parfeval(parent).result()))
@@ -65,8 +75,9 @@ with parpool(1, profile=profile(preload=["colorsys"])) as pool:
     print(pool.parfeval(lambda: "torch" in sys.modules or "colorsys" in sys.modules).result())
 """
     done = run_python(WORKERS + code)
-    assert done.stdout.splitlines()[-5:] == ["null", "true", "null", "true", "True"]
-    assert done.stderr.count("no memory: OMP_PROC_BIND cannot change in a fork.") == 1
+    assert done.stdout.splitlines()[-7:] == [*["null"] * 2, *["true"] * 2, "null", "true", "True"]
+    for reason in ("no module of preload is installed", "OMP_PROC_BIND cannot change in a fork"):
+        assert done.stderr.count(f"no memory: {reason}.") == 1
 
 
 def test_workers_of_a_killed_server_work_on_and_new_ones_are_processes(run_python: Any) -> None:
@@ -84,5 +95,54 @@ with parpool(2, profile=profile()) as pool:
 with parpool(1, profile=profile()) as pool:
     assert pool.parfeval(parent).result() not in (None, server), "the next Ray has its own"
 """
-    head = "import os, tempfile\nfifo = tempfile.mkdtemp() + '/gate'\nos.mkfifo(fifo)\n"
-    run_python(head + WORKERS + code)
+    run_python(HEAD + WORKERS + code)
+
+
+USE = """
+def load(_):
+    import torch
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=2)
+    return sum(batch.sum().item() for batch, in loader)
+
+def meet(context):
+    import torch
+    return context.all_reduce(torch.ones(2)).tolist()
+
+def fit():
+    import ray.train
+    return ray.train.get_context().get_world_size()
+
+def hang():
+    os.close(os.open(fifo, os.O_WRONLY))
+    signal.pause()
+
+with parpool(2, profile=profile()) as pool:
+    assert None not in pool.parfeval_on_all(parent).result()
+    print(list(pool.parfor(load, range(2))), list(pool.spmd(meet)), pool.train(fit).result().values)
+    pids = [worker.pid for worker in pool.workers]
+    hung = pool.parfeval(hang)
+    os.close(os.open(fifo, os.O_RDONLY))
+    hung.cancel()
+    pool.parfeval_on_all(abs, 1).result()
+    print([worker.pid for worker in pool.workers] == pids)
+"""
+
+
+def test_data_loaders_groups_trainings_and_cancelling_work_in_forks(run_python: Any) -> None:
+    done = run_python(HEAD + WORKERS + USE)
+    assert done.stdout.splitlines() == ["[28, 28] [[2.0, 2.0], [2.0, 2.0]] [2, 2]", "True"]
+
+
+@pytest.mark.long
+def test_torch_compiles_in_a_fork(run_python: Any) -> None:
+    code = """
+def compiled():
+    import torch
+    return torch.compile(lambda x: torch.sin(x) + x)(torch.zeros(3)).tolist()
+
+with parpool(1, profile=profile()) as pool:
+    print(pool.parfeval(parent).result() is not None, pool.parfeval(compiled).result())
+"""
+    done = run_python(WORKERS + code, PYTHONWARNINGS="ignore")
+    assert done.stdout.split(maxsplit=1) == ["True", "[0.0, 0.0, 0.0]\n"]

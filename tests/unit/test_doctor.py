@@ -252,6 +252,18 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "its output could not be read",
         "",
     ),
+    ("worker start", "ok", lambda m: None, "forked from a process that has imported torch", ""),
+    (
+        "worker start",
+        "ok",
+        lambda m: m.write(
+            "torch.py",
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+            + TORCH.format(cuda="12.4", available=True, archs=[], warning=""),
+        ),
+        r"plain processes, which start more slowly: importing torch starts threads \(2 run\)",
+        "",
+    ),
     ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which supports CUDA up to 12.4", ""),
     ("NVIDIA driver", "ok", lambda m: m.nvml(12), "no driver and no NVIDIA GPU", ""),
     (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raypool.backends.ray import client, mps
+from raypool.backends.ray import client, fork_server, mps
 from raypool.backends.ray.calls import answered, aside, ask, later, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent, Usage
@@ -47,12 +47,6 @@ END_TIMEOUT_S = 60.0
 """An agent that has not ended a worker or a cancelled task by then answers nobody any more [s]; far
 above what it may take.
 """
-
-NOT_FORKED = (
-    "Workers are plain processes in spite of fork_server=True, so they start more slowly and share"
-    " no memory: %s."
-)
-"""How the reason is told why workers are not forks."""
 
 NODE_NEWS_S = 5.0
 """How long after an agent's loss calls may show its node's loss too [s]; Ray takes about 1 s."""
@@ -120,7 +114,7 @@ class Agents:
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._tokens: dict[str, str | OSError] = {}  # of folders of this machine, if it is far
-        self._warned: set[str] = set()
+        self._told: set[str] = set()
         # who waits for the GPUs of nodes that were asked and have not answered yet
         self._waiting_for_gpus: dict[str, list[Callable[[NodeGpus], object]]] = {}
         self._making = threading.Lock()  # any thread may ask for an agent; each node has one
@@ -165,12 +159,13 @@ class Agents:
         self._by_worker[worker_id] = agent, watched
         actor.attach.remote(agent, self.home(), self.is_far, (self._home_name, self._num_homes))
         if introduction.mps_problem is not None:
-            self._warn(
+            self._tell(
                 introduction.mps_problem,
                 mps.turns(introduction.info.host, introduction.mps_problem),
             )
         if introduction.fork_problem is not None:
-            self._warn(introduction.fork_problem, NOT_FORKED % introduction.fork_problem)
+            words = fork_server.NOT_FORKED % introduction.fork_problem
+            self._tell(introduction.fork_problem, words, logging.INFO)
         if memory is not None:
 
             def take(used: Any) -> None:
@@ -184,21 +179,21 @@ class Agents:
         if not claim.demand.worker_gpus:
             return None
         if claim.demand.workers_per_claim == 1:
-            self._warn(mps.NOT_SHARED, mps.NOT_SHARED)
+            self._tell(mps.NOT_SHARED, mps.NOT_SHARED)
             return None
         node_id = locate(claim)
         if node_id is None:
-            self._warn(
+            self._tell(
                 "nowhere",
                 mps.turns("its new node", "it was not known yet when a worker was started"),
             )
             return None
         return self._agent_on(node_id)
 
-    def _warn(self, what: str, words: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning(words)
+    def _tell(self, what: str, words: str, level: int = logging.WARNING) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.log(level, words)
 
     def knows(self, worker_id: int) -> bool:
         """Whether a worker is watched over."""

@@ -1,10 +1,11 @@
 """Forks the workers of this machine from a process that has imported what they need.
 
 A worker that imports torch itself needs seconds until its first result, and 200 MB of its own. The
-driver calls `serve` for each Ray that it starts. That starts this file as a script, once: the base,
-which imports the user's libraries and forks a server for each of these Rays. A server imports Ray
-with the first worker (Ray then reads the number of its raylet, for good), and forks all of them. It
-has one thread, never touches a GPU, and ends with its raylet; the base ends with the driver.
+driver calls `serve` for each Ray that it starts, before it imports Ray. That starts this file as a
+script, once: the base, which imports the user's libraries and forks a server for each of these
+Rays. A server imports Ray with the first worker (Ray then reads the number of its raylet, for
+good), and forks all of them. It has one thread, never touches a GPU, and ends with its raylet; the
+base ends with the driver.
 
 A fork differs from its siblings as new processes would: in its random numbers, keys and ids. What
 is read before Python's `main`, or as a library is imported, cannot differ. Then the server refuses,
@@ -18,6 +19,8 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -30,7 +33,7 @@ import struct
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +69,12 @@ OF_WORKERS = (
 NO_JOB = "ffffffff"
 """The job of a worker as it starts: Ray gives it one with its first task."""
 
+RAY = "2.60."
+"""The Ray whose way to start workers this is."""
+
+NOT_FORKED = "Workers are plain processes, which start more slowly and share no memory: %s."
+"""How the reason is told why workers are not forks."""
+
 REQUEST_S = 5.0
 """How long a client may take to send its request [s]."""
 
@@ -74,10 +83,10 @@ REQUEST_S = 5.0
 
 
 class Base(NamedTuple):
-    """The base process, the modules it has, its folder, and how to reach it."""
+    """The base process, what it has imported and read, its folder, and how to reach it."""
 
     process: Any
-    modules: tuple[str, ...]
+    state: tuple[list[str], dict[str, str]]
     folder: Any
     held: int
     control: socket.socket
@@ -86,7 +95,22 @@ class Base(NamedTuple):
 _base: Base | None = None
 
 
-def serve(parent: Any, modules: Sequence[str], variables: dict[str, str]) -> str:
+def installed(preload: Sequence[str]) -> list[str]:
+    """Return those of the modules that are installed."""
+    return [name for name in preload if importlib.util.find_spec(name.partition(".")[0])]
+
+
+def obstacle(modules: Sequence[str]) -> str | None:
+    """Return why workers on this machine would not be forks, None if they would."""
+    if sys.platform != "linux":
+        return f"forks need Linux, and this is {sys.platform}"
+    version = importlib.metadata.version("ray")
+    if not version.startswith(RAY):
+        return f"forks need Ray {RAY}*, and this is {version}"
+    return None if modules else "no module of preload is installed"
+
+
+def serve(parent: Any, modules: list[str], variables: dict[str, str]) -> str:
     """Have a server forked for the next Ray; return the path of its socket.
 
     Args:
@@ -95,10 +119,12 @@ def serve(parent: Any, modules: Sequence[str], variables: dict[str, str]) -> str
         variables: The environment of workers, beside this process's.
     """
     global _base
-    if _base is not None and (_base.process.poll() is not None or _base.modules != (*modules,)):
+    variables = {**os.environ, **variables}
+    state = modules, read_early(variables)
+    if _base is not None and (_base.process.poll() is not None or _base.state != state):
         end()
     if _base is None:
-        _base = _start(parent, (*modules,), variables)
+        _base = _start(parent, state, variables)
     path = str(_base.folder / uuid.uuid4().hex[:8])
     with socket.socket(socket.AF_UNIX) as listener:
         # it takes clients from now on, and refuses them once the server is gone
@@ -108,7 +134,7 @@ def serve(parent: Any, modules: Sequence[str], variables: dict[str, str]) -> str
     return path
 
 
-def _start(parent: Any, modules: tuple[str, ...], variables: dict[str, str]) -> Base:
+def _start(parent: Any, state: tuple[list[str], dict[str, str]], variables: dict[str, str]) -> Base:
     from raypool.worker.folders import hold  # the script does without raypool
 
     folder = parent / uuid.uuid4().hex[:8]
@@ -117,15 +143,15 @@ def _start(parent: Any, modules: tuple[str, ...], variables: dict[str, str]) -> 
     root = str(Path(__file__).parents[3])
     with theirs, (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, root, *modules],
+            [sys.executable, __file__, root, *state[0]],
             stdin=theirs.fileno(),
             stdout=log,
             stderr=log,
-            env={**os.environ, **variables},
+            env=variables,
             start_new_session=True,  # Ctrl-C is for the driver
         )
     atexit.register(end)
-    return Base(process, modules, folder, held, control)
+    return Base(process, state, folder, held, control)
 
 
 def end() -> None:
@@ -135,6 +161,7 @@ def end() -> None:
     if base is not None:
         atexit.unregister(end)
         base.control.close()
+        base.process.kill()  # it may still be importing
         base.process.wait()
         shutil.rmtree(base.folder, ignore_errors=True)
         os.close(base.held)
@@ -155,10 +182,19 @@ os.register_at_fork(after_in_child=_forget)
 # --- in the base and the servers ------------------------------------------------------------------
 
 
+def read_early(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a fork cannot change."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in PER_WORKER and (name in BEFORE_MAIN or name.startswith(AT_IMPORT))
+    }
+
+
 def import_all(modules: Sequence[str]) -> None:
-    """Import those of the modules that exist."""
+    """Import those of the modules that can be imported."""
     for name in modules:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # the worker that needs it will say what is wrong
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and so would copy shared pages
@@ -248,14 +284,9 @@ class ForkServer:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             return "the fork server uses a GPU"
-        own = self._before
-        names = [name for name in wanted.keys() | own.keys() if wanted.get(name) != own.get(name)]
-        differ = sorted(
-            name
-            for name in names
-            if name not in PER_WORKER and (name in BEFORE_MAIN or name.startswith(AT_IMPORT))
-        )
-        return f"{', '.join(differ)} cannot change in a fork" if differ else None
+        # those with other values here and there
+        differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
+        return f"{', '.join(sorted(differ))} cannot change in a fork" if differ else None
 
     def _let_go(self, client: socket.socket) -> None:
         """Close, in a fork, what is the server's."""
@@ -385,7 +416,7 @@ def limit_openblas(number: int) -> None:
 
 def main(raypool: str, *modules: str) -> None:
     """Fork a server for each socket that the driver sends; in its forks, become a worker."""
-    before = dict(os.environ)
+    before = read_early(os.environ)
     # OpenBLAS would start threads as NumPy is imported, and a process with threads cannot fork
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ.pop("OMP_NUM_THREADS", None)

@@ -6,7 +6,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import os
@@ -176,7 +175,9 @@ def join_ray(
         address = profile.address or os.environ.get("RAY_ADDRESS")
         if not _is_initialized():
             _prepare(profile, address)
-        with _process_as_it_was():
+        # its modules are imported while Ray is imported here, and starts
+        server = {} if _is_initialized() or address is not None else fork_server_for(profile)
+        with _process_as_it_was(), environment(server):
             import_ray()
             import ray
 
@@ -425,13 +426,18 @@ def folder_of_ray() -> Path:
     return Path(parent) / f"ray-{os.getuid()}"
 
 
-def _make_files() -> tuple[Path, int]:
-    """Make a new Ray's folder, and remove those of dead drivers; return it and its descriptor."""
+def _private_folder() -> Path:
     parent = folder_of_ray()
     try:
         make_private(parent).chmod(0o700)
     except PermissionError:  # somebody else has taken the name
         parent = Path(tempfile.mkdtemp(prefix=f"{parent.name}-", dir=parent.parent))
+    return parent
+
+
+def _make_files() -> tuple[Path, int]:
+    """Make a new Ray's folder, and remove those of dead drivers; return it and its descriptor."""
+    parent = _private_folder()
     for folder in parent.iterdir():
         remove_unheld(folder)
     # short: the names of sockets below it have 107 letters at most
@@ -580,7 +586,7 @@ def _connect(
                 "_temp_dir": str(_files[0]),
                 "_system_config": LATE_NEWS,
             }
-            with _forked_workers(profile), without_helpers(), _not_a_task():
+            with without_helpers(), _not_a_task():
                 _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
@@ -612,19 +618,20 @@ missing address it would look for 40 s.
 """
 
 
-@contextlib.contextmanager
-def _forked_workers(profile: Profile) -> Iterator[None]:
-    """Let the next Ray here get its workers from the fork server."""
-    if sys.platform != "linux" or not profile.fork_server:
-        yield
-        return
-    modules = [name for name in profile.preload if importlib.util.find_spec(name) is not None]
-    folder = make_private(folder_of_ray())
-    os.environ[fork_client.SERVER] = fork_server.serve(folder, modules, profile.worker_env)
-    try:
-        yield
-    finally:
-        del os.environ[fork_client.SERVER]
+def fork_server_for(profile: Profile) -> dict[str, str]:
+    """Have a fork server made for the next Ray here; return the variable that leads Ray to it."""
+    if not profile.fork_server:
+        return {}
+    modules = fork_server.installed(profile.preload)
+    reason = fork_server.obstacle(modules)
+    if reason is None:
+        try:
+            path = fork_server.serve(_private_folder(), modules, profile.worker_env)
+            return {fork_client.SERVER: path}
+        except OSError as error:
+            reason = str(error)
+    logger.info(fork_server.NOT_FORKED, reason)
+    return {}
 
 
 @contextlib.contextmanager
