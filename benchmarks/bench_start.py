@@ -8,11 +8,16 @@ each. (raypool leaves out some processes of Ray's that `ray.init` always starts;
 `raypool/backends/ray/session.py`.) Memory is that of the workers' processes, shared pages in parts
 (PSS), divided by their number; both kinds have imported the module of the function that they have
 called, and with it NumPy.
+
+The fork server is held against plain processes (`fork_server=False`): eight workers until each has
+had a first result of torch, in a new process and in one whose server is up; what a killed worker's
+successor needs for its own; what `options(fresh_process=True)` adds to a call; and private memory.
 """
 
 from __future__ import annotations
 
 import json
+from statistics import median
 
 from benchmarks.measuring import Line, fresh_process, in_turns
 
@@ -52,6 +57,39 @@ import psutil
 pss = [psutil.Process(pid).memory_full_info().pss for pid in pids]
 print(json.dumps([took * 1e6, sum(pss) / len(pss) / 1e6]))
 """
+FORKS = """
+import json, os, time
+from benchmarks.tasks import nothing
+import psutil, raypool
+
+def first():
+    import torch
+    return torch.ones(2).sum().item()
+
+def opened():
+    return raypool.parpool(8, quiet=True, fork_server={is_forked}, resources=raypool.WorkerResources(cpus=0.25))
+
+started = time.perf_counter()
+with opened() as pool:
+    pool.parfeval_on_all(first).result()
+    cold = time.perf_counter() - started
+started = time.perf_counter()
+with opened() as pool:
+    pool.parfeval_on_all(first).result()
+    warm = time.perf_counter() - started
+    memory = sum(psutil.Process(worker.pid).memory_full_info().uss for worker in pool.workers)
+    started = time.perf_counter()
+    pool.options(worker=0, retries=0).parfeval(os._exit, 1).exception()
+    pool.options(worker=0).parfeval(first).result()
+    killed = time.perf_counter() - started
+    started = time.perf_counter()
+    pool.parfeval(nothing).result()
+    plain = time.perf_counter() - started
+    started = time.perf_counter()
+    pool.options(fresh_process=True).parfeval(nothing).result()
+    fresh = time.perf_counter() - started - plain
+print(json.dumps([cold * 1e6, warm * 1e6, killed * 1e6, fresh * 1e6, memory / 1e6]))
+"""
 
 
 def run():
@@ -74,6 +112,18 @@ def run():
     (ours_us, ours_mb), (theirs_us, theirs_mb) = (
         zip(*starts[name], strict=True) for name in ("raypool", "ray")
     )
+    forks = in_turns(
+        {
+            str(is_forked): lambda is_forked=is_forked: json.loads(
+                fresh_process(FORKS.replace("{is_forked}", str(is_forked)))
+            )
+            for is_forked in (True, False)
+        },
+        rounds=3,
+        warm_ups=0,
+    )
+    measured = zip(zip(*forks["True"], strict=True), zip(*forks["False"], strict=True), strict=True)
+    (cold, warm, killed, (fresh_us, plain_us), memory) = measured
     brought = (
         f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
     )
@@ -106,4 +156,22 @@ def run():
             target=1.15,
         ),
         Line("start", "memory of a worker", "a bare actor", "MB", list(ours_mb), list(theirs_mb)),
+        *(
+            Line("start", what, "fork_server=False", unit, *map(list, pair), target=target)
+            for what, unit, pair, target in (
+                ("8 workers to a first torch result, cold", "us", cold, 0.75),
+                ("8 workers to a first torch result, server up", "us", warm, 0.2),
+                ("killed worker to its next torch result", "us", killed, 0.4),
+                ("private memory of 8 workers with torch", "MB", memory, 0.3),
+            )
+        ),
+        Line(
+            "start",
+            "fresh_process=True, more than a plain call",
+            "150 ms",
+            "us",
+            list(fresh_us),
+            target=150_000.0,
+            note=f"{median(plain_us) / 1000:.0f} ms with fork_server=False",
+        ),
     ]
