@@ -55,6 +55,9 @@ NAMES = {
     "parameter": PrivateName(
         "ray._private.parameter", None, "Options of `ray start` that `ray.init` does not have."
     ),
+    "services": PrivateName(
+        "ray._private.services", None, "Waits for this machine's node, looking once a second."
+    ),
     "utils": PrivateName("ray._private.utils", None, "Decides which of Ray's agents is started."),
     "Config": PrivateName(
         "ray._raylet", "Config", "Reads Ray's settings from the environment again."

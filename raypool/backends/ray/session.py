@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -612,6 +613,9 @@ def _connect(
 SWITCHES = {"no_monitor": True, "include_log_monitor": False}
 """Ray's own, which `ray start` has as options; `ray.init` has no way to set them."""
 
+JOIN_S = 10.0
+"""How long this machine's node is awaited here; then Ray waits for it itself [s]."""
+
 NO_SERVER = b"127.0.0.1:0"
 """The address of the dashboard's server. Nobody is there, as Ray's State API hears at once; for a
 missing address it would look for 40 s.
@@ -638,9 +642,10 @@ def fork_server_for(profile: Profile) -> dict[str, str]:
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out; private names, checked on Ray 2.60."""
     try:
-        from raypool.ray_private import node, parameter, ray_constants, utils
+        from raypool.ray_private import GcsClient, node, parameter, ray_constants, services, utils
 
         settings, start = parameter.RayParams, node.Node.start_api_server
+        get_node = services.get_node
         why_small = utils.get_dashboard_dependency_error
         known = inspect.signature(settings).parameters.keys()
     except (ImportError, AttributeError):
@@ -659,11 +664,24 @@ def without_helpers() -> Iterator[None]:
             ray_constants.KV_NAMESPACE_DASHBOARD,
         )
 
+    def wait_for_node(address: str, node_id: str) -> Any:
+        """Call `get_node` when the node is there; Ray itself looks for it once a second."""
+        deadline = time.monotonic() + JOIN_S
+        with contextlib.suppress(Exception):  # what is wrong, `get_node` says
+            control_store = GcsClient(address=address)
+            while time.monotonic() < deadline:
+                nodes = control_store.get_all_node_info(timeout=JOIN_S)
+                if any(each.hex() == node_id for each in nodes):
+                    break
+                time.sleep(0.02)
+        return get_node(address, node_id)
+
     switches: dict[str, Any] = dict(SWITCHES)
     if fork_client.SERVER in os.environ:
         switches["setup_worker_path"] = fork_client.__file__
     parameter.RayParams = functools.partial(settings, **switches)
     node.Node.start_api_server = leave_out
+    services.get_node = wait_for_node
     utils.get_dashboard_dependency_error = lambda: ImportError(
         "nobody asks the agent of the dashboard anything"
     )
@@ -671,4 +689,5 @@ def without_helpers() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams, node.Node.start_api_server = settings, start
+        services.get_node = get_node
         utils.get_dashboard_dependency_error = why_small
