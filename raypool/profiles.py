@@ -304,7 +304,8 @@ class Profile:
             which rank 0 is reached. `env` takes precedence, and so does an NCCL_SOCKET_IFNAME of
             the machine. Nothing changes without InfiniBand; see docs/several_gpus.md.
         fork_server: Fork workers from one process that has imported what they need, where raypool
-            starts Ray itself, on Linux: they start in a fraction of the time and share memory.
+            starts Ray 2.60 itself, on Linux: they start in a fraction of the time and share memory.
+            False: each worker is a process that imports them itself.
         preload: Modules that this process imports, where they are installed, beside raypool's and
             Ray's; for `fork_server`.
         setup: A function without arguments that runs once in each worker process, before its first
@@ -355,7 +356,7 @@ class Profile:
     max_leftover_bytes: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     fast_multinode: bool = False
-    fork_server: bool = False
+    fork_server: bool = True
     preload: Sequence[str] = ("torch",)
     setup: Callable[[], object] | None = None
     teardown: Callable[[], object] | None = None

@@ -28,8 +28,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
-from raypool.backends.ray.session import ENVIRONMENT, LATE_NEWS, without_helpers
+from raypool.backends.ray.session import ENVIRONMENT, LATE_NEWS, fork_server_for, without_helpers
 from raypool.cluster.connect import make_token
+from raypool.profiles import Profile
+from raypool.worker.running import environment
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
 from tests.time_limits import (
@@ -242,7 +244,7 @@ def ray_session() -> Iterator[None]:
 
     for name in (__name__, poll.__module__):  # gates travel
         cloudpickle.register_pickle_by_value(sys.modules[name])
-    with without_helpers():
+    with environment(fork_server_for(Profile())), without_helpers():
         ray.init(
             address="local",
             num_cpus=4,

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raypool.backends.ray import fork_server
 from tests.shared_pool import shared
 
 MARK = "RAYPOOL_TEST_PROCESS"
@@ -172,13 +173,16 @@ def strays() -> set[int]:
     """
     me = psutil.Process()
     # their children are workers, and Ray's own
-    raylets = {child.pid for child in me.children() if name_of(child) == "raylet"}
+    parents = {child.pid for child in me.children() if name_of(child) == "raylet"}
+    if fork_server._base is not None:
+        base = psutil.Process(fork_server._base.process.pid)
+        parents |= {server.pid for server in base.children()}
     found = set()
     for process in psutil.process_iter():
         try:
             if (
                 process.pid == me.pid
-                or process.ppid() in raylets
+                or process.ppid() in parents
                 or process.status() == psutil.STATUS_ZOMBIE
             ):
                 continue

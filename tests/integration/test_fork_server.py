@@ -36,7 +36,7 @@ def facts(context):
     }
 
 def profile(**changes):
-    changes = {"fork_server": True, "setup": begun, **changes}
+    changes = {"setup": begun, **changes}
     return Profile(quiet=True, resources=WorkerResources(cpus=0.5), **changes)
 """
 
