@@ -71,6 +71,7 @@ from raypool.parallel_for import (
     LoopArguments,
     MaybeAsync,
     check_run_dir,
+    check_saved,
     is_inline,
     run_loop,
 )
@@ -501,8 +502,8 @@ class PoolView(concurrent.futures.Executor):
     def watch(self, run_dir: str | os.PathLike[str] | None = None) -> WatchPage:
         """Serve a live page of a run: its table, curves, workers, GPUs, output and errors.
 
-        The page can also stop, cancel, rerun and prefer items while the run goes on. A server in a
-        process of its own reads the run's folder, on the loopback only. It ends with the pool or
+        The page can also stop, cancel and rerun items while the run goes on, or let them run next.
+        A server in a process of its own, on the loopback only, reads the run's folder. It ends with the pool or
         this process. `raypool watch` shows runs of other processes, too.
 
         Args:
@@ -563,6 +564,7 @@ class PoolView(concurrent.futures.Executor):
         on_report: Callable[[MetricsReport], object] | None = None,
         on_end: Callable[[SearchResults], object] | str | None = None,
         loggers: Sequence[SweepLogger] = (),
+        watch: bool = False,
         workers_per_trial: int | None = None,
     ) -> SearchResults:
         """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
@@ -602,6 +604,7 @@ class PoolView(concurrent.futures.Executor):
             on_report: As for `parfor`.
             on_end: As for `parfor`; a function gets the `SearchResults`.
             loggers: As for `parfor`; a trial ends there when it is complete, pruned or failed.
+            watch: As for `parfor`.
             workers_per_trial: Train each trial on this many workers at once, as `train` does in the
                 warm lane: `fn` is a loop for Ray Train, the reports of rank 0 are those of the
                 trial, and so is its return value. A trial starts when this many workers are free.
@@ -650,6 +653,9 @@ class PoolView(concurrent.futures.Executor):
             on_end,
             loggers,
         )
+        check_saved(run_dir, "failed", watch)
+        if watch:
+            self.watch(run_dir).show()
         if workers_per_trial is None:
             return run_search(self, fn, space, wanted)
         from raypool.search.gangs import search_in_gangs

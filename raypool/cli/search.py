@@ -128,8 +128,6 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
             resumable(run_dir, options["num_trials"]),
             parpool(options["workers"], profile=options["profile"]) as pool,
         ):
-            if options["watch"]:
-                pool.watch(run_dir).show()
             try:
                 found = pool.search(
                     function,
@@ -143,6 +141,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     cancel_grace_s=options["cancel_grace"],
                     seed=options["seed"],
                     on_end=options["notify"],
+                    watch=options["watch"],
                     workers_per_trial=options["workers_per_trial"],
                 )
             except (RaypoolError, CancelledError):  # the latter if a watcher stopped it

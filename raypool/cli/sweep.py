@@ -190,8 +190,6 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         from raypool.pool import parpool
 
         with resumable(run_dir, num_items), parpool(workers, profile=profile) as pool:
-            if options["watch"]:
-                pool.watch(run_dir).show()
             results: Results[Any] = pool.parfor(
                 function,
                 items,
@@ -200,6 +198,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 rerun=rerun,
                 seed=options["seed"],
                 on_end=options["notify"],
+                watch=options["watch"],
             )
     if is_json:
         from raypool.views import tables

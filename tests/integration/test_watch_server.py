@@ -369,6 +369,8 @@ def test_a_loop_shows_itself_and_obeys(
     with parpool(2, profile="threads", quiet=True) as pool:
         with pytest.raises(InvalidValueError, match="watch=True needs run_dir"):
             pool.parfor(item, [1], watch=True)
+        with pytest.raises(InvalidValueError, match="watch=True needs run_dir"):
+            pool.search(item, {}, num_trials=1, watch=True)
         with pytest.raises(InvalidValueError, match="needs run_dir"):
             pool.watch()
         page = pool.watch(folder)
