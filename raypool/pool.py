@@ -503,8 +503,8 @@ class PoolView(concurrent.futures.Executor):
         """Serve a live page of a run: its table, curves, workers, GPUs, output and errors.
 
         The page can also stop, cancel and rerun items while the run goes on, or let them run next.
-        A server in a process of its own, on the loopback only, reads the run's folder. It ends with the pool or
-        this process. `raypool watch` shows runs of other processes, too.
+        A server in a process of its own, on the loopback only, reads the run's folder. It ends with
+        the pool or this process. `raypool watch` shows runs of other processes, too.
 
         Args:
             run_dir: The folder of the run, which may begin later. None: that of the newest loop or

@@ -54,7 +54,7 @@ from raypool.journal.rows import (
 from raypool.journal.salvage import carve
 from raypool.journal.schema import TABLES, checksum, num_missing, numbers_of, read
 from raypool.journal.schema import Row as Entry
-from raypool.journal.trials import trials_in
+from raypool.journal.trials import STUDY, trials_in
 from raypool.results import Miss, Results, Row, collector_paused, run_name
 
 if TYPE_CHECKING:
@@ -149,14 +149,7 @@ def results_of(
     return Results(
         [None if type(item) is Damaged else item for item in items],
         [None if type(value) is Damaged else value for value in values],
-        lambda: [
-            (
-                row_of(entry.stored)
-                if entry.stored is not None and type(value) is not Damaged
-                else Row("missing")
-            )
-            for entry, value in zip(entries, values, strict=True)
-        ],
+        functools.partial(_rows, folder, contents, entries, values),
         {
             index: error_of(entry.stored, folder)
             for index, entry in enumerate(entries)
@@ -171,6 +164,29 @@ def results_of(
         lambda index: folder / "items" / keys[index],
         functools.partial(trials_in, folder, len(entries)),
     )
+
+
+def _rows(
+    folder: Path, contents: Contents, entries: Sequence[ItemRecord], values: Sequence[Any]
+) -> list[Row]:
+    rows = [
+        (
+            row_of(entry.stored)
+            if entry.stored is not None and type(value) is not Damaged
+            else Row("missing")
+        )
+        for entry, value in zip(entries, values, strict=True)
+    ]
+    if (folder / STUDY).exists():  # a trial may have run in several parts
+        parts: dict[str, list[Stored]] = {}
+        for part in map(Stored._make, contents["attempts"]):
+            if part.status == "finished":
+                parts.setdefault(part.key, []).append(part)
+        for entry, row in zip(entries, rows, strict=True):
+            if row.status == "finished":
+                row.duration_s = sum(part.duration_s or 0.0 for part in parts[entry.key])
+                row.started_at = parts[entry.key][0].started_at
+    return rows
 
 
 def calls_in(folder: Path) -> list[dict[str, Any]]:

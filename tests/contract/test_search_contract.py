@@ -124,6 +124,8 @@ def test_halving_continues_the_best_from_their_checkpoints(
     kept, now = load_results(tmp_path).to_frame(), found.results.to_frame()
     columns = ["trial", "state", "accuracy", "epochs", "x"]
     assert kept[columns].equals(now[columns]), "the folder is a run like any other"
+    assert list(kept["duration_s"]) == pytest.approx(list(now["duration_s"])), "all parts count"
+    assert kept["started_at"].equals(now["started_at"])
 
 
 def test_a_sampler_learns_from_trials_that_wait(pool: ParallelPool, tmp_path: Path) -> None:
