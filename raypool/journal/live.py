@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from raypool.errors import InvalidValueError, JournalError
 from raypool.journal.files import append, distrust, make_folder, write_file
+from raypool.journal.lock import is_alive
 
 WATCH = "watch"
 """The folder for watchers in the folder of a run."""
@@ -216,7 +215,7 @@ def live_of(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
         live = json.loads(path.read_bytes())
         is_fresh = time.time() - live["time"] < FRESH_S
         # of a process of another machine nothing is known
-        is_gone = live["host"] == socket.gethostname() and not psutil.pid_exists(live["pid"])
+        is_gone = live["host"] == socket.gethostname() and not is_alive(live["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return live if is_fresh and not is_gone else None
@@ -268,7 +267,9 @@ def actions_in(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     actions = []
     for line in lines:
         with contextlib.suppress(ValueError):  # cut off by a crash
-            actions.append(json.loads(line))
+            entry = json.loads(line)
+            if isinstance(entry, dict) and {*Request._fields, "done_at", "outcome"} <= entry.keys():
+                actions.append(entry)
     return actions
 
 

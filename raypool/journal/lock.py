@@ -133,8 +133,16 @@ def is_running(folder: Path, name: str = "journal.lock") -> bool:
     try:
         note = json.loads((folder / name).read_bytes())
         # of another machine's process nothing is known
-        return note["host"] != socket.gethostname() or psutil.pid_exists(int(note["pid"]))
+        return note["host"] != socket.gethostname() or is_alive(int(note["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which nobody has waited for
+    except psutil.Error:
         return False
 
 

@@ -70,12 +70,13 @@ def test_nothing_is_known_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "watch" / "live.json"
     live = json.loads(path.read_text())
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     for change in ({"pid": gone.pid}, {"time": live["time"] - 60, "host": "elsewhere"}):
         path.write_text(json.dumps({**live, **change}))
         assert live_of(tmp_path) is None
     path.write_text("[")
     assert live_of(tmp_path) is None
+    gone.wait()
 
 
 def test_two_watchers_ask_at_once_and_one_has_to_wait(tmp_path: Path) -> None:
@@ -89,6 +90,9 @@ def test_two_watchers_ask_at_once_and_one_has_to_wait(tmp_path: Path) -> None:
     driver.look()
     assert [each["id"] for each in actions_in(tmp_path)] == ids
     assert outcomes(tmp_path) == ["done", "item 2 has ended"]
+    with (tmp_path / "actions.jsonl").open("a") as file:
+        file.write('[]\n{"id": 3}\n{"id"')
+    assert outcomes(tmp_path) == ["done", "item 2 has ended"], "other lines are left out"
 
 
 def test_what_comes_at_the_end_of_a_loop_or_between_two_is_refused(tmp_path: Path) -> None:
