@@ -642,7 +642,7 @@ def fork_server_for(profile: Profile) -> dict[str, str]:
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out; private names, checked on Ray 2.60."""
     try:
-        from raypool.ray_private import GcsClient, node, parameter, ray_constants, services, utils
+        from raypool.ray_private import node, parameter, ray_constants, services, utils
 
         settings, start = parameter.RayParams, node.Node.start_api_server
         get_node = services.get_node
@@ -654,8 +654,11 @@ def without_helpers() -> Iterator[None]:
         yield
         return
 
+    begun: list[Any] = []
+
     def leave_out(node: Any, *_: Any, **__: Any) -> None:
         """Do the rest of `Node.start_api_server`."""
+        begun.append(node)
         node._webui_url = ""
         node.get_gcs_client().internal_kv_put(
             ray_constants.DASHBOARD_ADDRESS.encode(),
@@ -668,7 +671,8 @@ def without_helpers() -> Iterator[None]:
         """Call `get_node` when the node is there; Ray itself looks for it once a second."""
         deadline = time.monotonic() + JOIN_S
         with contextlib.suppress(Exception):  # what is wrong, `get_node` says
-            control_store = GcsClient(address=address)
+            # one more client would end this process a minute after the control store has died
+            control_store = begun[0].get_gcs_client()
             while time.monotonic() < deadline:
                 nodes = control_store.get_all_node_info(timeout=JOIN_S)
                 if any(each.hex() == node_id for each in nodes):
