@@ -476,11 +476,12 @@ import numpy as np
 from raypool import parpool, PoolBrokenError, WorkerLostError
 
 def children():
-    "Those that have not ended, and their names."
+    "Those that have not ended, and their names; but for the one that workers are forked from."
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.status() != "zombie":
+            is_base = child.ppid() == os.getpid() and "fork_server.py" in " ".join(child.cmdline())
+            if child.status() != "zombie" and not is_base:
                 found.append((child, child.name()))
         except psutil.NoSuchProcess:  # it has just ended
             continue
