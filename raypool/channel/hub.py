@@ -52,6 +52,9 @@ CATCH_UP_S = 5.0
 MAX_EARLY = 100
 """When this many batches wait for an earlier one, that one counts as lost."""
 
+MAX_AGAIN_BYTES = 64 * 1024
+"""The size of a batch that is sent again with an answer while it is on its way [bytes]."""
+
 Entry = tuple[Any, ...]
 
 logger = logging.getLogger("raypool")
@@ -80,7 +83,7 @@ class Outbox:
         self._number = 0
         self._taking = threading.Lock()  # the thread and `flush` take batches, by number
         self._gets_through = True
-        self._is_sending = False  # the thread
+        self._sending = b""  # the batch that the thread sends
         self._is_here = True  # not in a forked child, which has no such thread
         self._closed = threading.Event()
         _outboxes.add(self)
@@ -144,16 +147,23 @@ class Outbox:
 
     def flush(self) -> tuple[int, bytes]:
         """Return the newest batch's number, and that batch, or b"" if the thread has sent it."""
-        # it travels with the answer to a call: so a short task that reports costs no message
         with self._taking:
             return self._take()
+
+    def answer(self) -> tuple[int, bytes, bytes]:
+        """Do the same, and return the batch before, too, if that is short and on its way."""
+        # They travel with the answer to a call: so a short task that reports costs no message, and
+        # none of its reports is lost if this process is killed right after the answer.
+        with self._taking:
+            before = self._sending if len(self._sending) <= MAX_AGAIN_BYTES else b""
+            return *self._take(), before
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was added has arrived: this process may be about to end."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._taking:
-                if self._entries.empty() and not self._is_sending:
+                if self._entries.empty() and not self._sending:
                     return
             time.sleep(LOOK_AGAIN_S)
 
@@ -191,10 +201,10 @@ class Outbox:
             self._is_resting = False
             with self._taking:
                 number, batch = self._take()
-                self._is_sending = bool(batch)
+                self._sending = batch
             if batch:
                 self._deliver(number, batch)
-                self._is_sending = False
+                self._sending = b""
                 self._closed.wait(INTERVAL_S)
 
     def _deliver(self, number: int, batch: bytes) -> None:

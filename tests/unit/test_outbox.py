@@ -93,6 +93,13 @@ def test_what_is_left_goes_with_the_answer(
     assert eventually(lambda: list(agent.batches) == [1])
 
 
+def test_what_is_on_its_way_goes_with_the_answer_again(held: Outbox) -> None:
+    held.send("queue", "key", b"2")
+    number, rest, before = held.answer()
+    assert number == 2
+    assert [pickle.loads(batch)[0][2] for batch in (before, rest)] == [b"0", b"2"]
+
+
 def test_shares_batches_and_keeps_the_order(held: Outbox) -> None:
     for number in range(1000):
         held.send("queue", "key", str(number).encode())

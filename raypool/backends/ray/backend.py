@@ -493,9 +493,10 @@ class RayBackend:
             return
         answer = CallAnswer._make(pickle.loads(status))
         self._traffic.add(place, answer.fetched_bytes, len(status))
-        number, batch = answer.said
+        number, batch, before = answer.said
         catch_up = None
         if number:  # it has said something, now or before
+            self._hub.deliver(worker_id, number - bool(batch), before)
             self._hub.deliver(worker_id, number, batch)
             catch_up = self._hub.waiter(worker_id, number)
         values: Values

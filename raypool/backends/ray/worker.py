@@ -128,7 +128,7 @@ class CallAnswer(NamedTuple):
 
     Attributes:
         slices: Their outcomes, from `pack_results`.
-        said: The newest reports and printed text, with their number.
+        said: The newest reports and printed text, with their number; those before, if on their way.
         fetched_bytes: How much was read from the object store.
         load: The load of a shared GPU.
         header: The values, if they are small.
@@ -138,7 +138,7 @@ class CallAnswer(NamedTuple):
     """
 
     slices: list[Sendable]
-    said: tuple[int, bytes]
+    said: tuple[int, bytes, bytes]
     fetched_bytes: int
     load: GpuLoad | None
     header: bytes | None
@@ -333,7 +333,7 @@ class PoolWorker:
             result.discard()
         del results
         leftover = self._settle(parts)
-        said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
+        said, fetched = self._outbox.answer(), Fetched.num_bytes - fetched_before
         load_now = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
         others = self._follower.others() if not self._outdated else ()
