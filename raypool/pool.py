@@ -503,7 +503,7 @@ class PoolView(concurrent.futures.Executor):
         """Serve a live page of a run: its table, curves, workers, GPUs, output and errors.
 
         The page can also stop, cancel and rerun items while the run goes on, or let them run next.
-        A server in a process of its own, on the loopback only, reads the run's folder. It ends with
+        A separate process reads the run's folder and serves it on the loopback only. It ends with
         the pool or this process. `raypool watch` shows runs of other processes, too.
 
         Args:

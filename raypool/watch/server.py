@@ -1,4 +1,4 @@
-"""The server of the live page: on the loopback, for whoever knows the token in its address.
+"""The server of the live page: on the loopback, for those who know the token in its address.
 
 Every answer has an empty body unless the request has the token in its path and names this server as
 its host. So pages of other sites cannot read or do anything, even with a name of theirs that points

@@ -34,7 +34,7 @@ class WatchPage:
     It is served until it is closed, its pool is closed, or this process ends.
 
     Attributes:
-        url: Its address. Whoever has it can, on this machine, see the run and act on it.
+        url: Its address. Anyone on this machine who has it can see the run and act on it.
         run_dir: The folder of the run.
 
     Raises:
@@ -55,8 +55,8 @@ class WatchPage:
                 "token": token,
                 "parent": os.getpid(),
             }
-            # A process of its own: a thread that reads a run, at first all of it, would hold up the
-            # driver. In a session of its own: Ctrl-C ends the loop, not the page.
+            # Not a thread, which would hold up the driver while it reads the run. In a new session,
+            # so that Ctrl-C ends the loop and not the page.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVE],
                 stdin=subprocess.PIPE,
