@@ -219,7 +219,7 @@ def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
     """
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2)
     pool.train(learn, {"num_steps": 6}, workers=1, run_options=kept).result(LONG_S)
-    for num_steps, lane in ((6, "managed"), (2, "warm")):
+    for num_steps, lane in ((6, "managed"), (6, "managed"), (2, "warm")):
         (value,) = (
             pool.train(learn, {"num_steps": num_steps}, workers=1, lane=lane, run_options=kept)
             .result(LONG_S)
