@@ -30,7 +30,10 @@ def device_table(
     """
     rows = []
     for node in nodes:
-        workers = [worker for worker in node.workers if worker.index in shown]
+        workers = sorted(
+            (worker for worker in node.workers if worker.index in shown),
+            key=lambda worker: worker.index,
+        )
         for card in _cards(node) if workers else ():
             on_it = tuple(worker.index for worker in workers if card.index in worker.gpus)
             texts = tuple(running.get(index) for index in on_it)

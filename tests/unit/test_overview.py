@@ -15,13 +15,13 @@ GIBIBYTE = 2**30
 
 def test_rows_of_several_machines(tmp_path: Path) -> None:
     """An index counts on its own machine only; two workers may share a GPU, and one may have
-    two.
+    two. Workers are in order, whichever started first.
     """
     nodes = [
         NodeDevices(
             "a",
             SimulatedGpus(tmp_path / "a", 2).devices(),
-            [WorkerInfo(0, "a", 1, (0,)), WorkerInfo(2, "a", 2, (0,))],
+            [WorkerInfo(2, "a", 2, (0,)), WorkerInfo(0, "a", 1, (0,))],
         ),
         NodeDevices(
             "b", SimulatedGpus(tmp_path / "b", 2).devices(), [WorkerInfo(1, "b", 1, (0, 1))]
