@@ -134,6 +134,8 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
     Every trial trains for `min_epochs`, then waits without a worker. As soon as it is among the
     best third (with `factor=3`) of those that have come this far, it continues from its checkpoint
     until it has three times as many epochs, and so on up to `max_epochs`. The others are pruned.
+    Where a worker would be idle, the best waiting trial continues without being among the best
+    third; it is cancelled if it is still running when everything else has ended.
 
     A trial's epoch is what it reports as `epoch`, counted from 0; if it reports none, every report
     with the metric is one. At the end of its epochs `current_task().should_stop` becomes true:

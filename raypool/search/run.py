@@ -591,6 +591,7 @@ class Search(LoopRun):
         self._copies: dict[int, Future[None]] = {}  # the last one from or to a trial's checkpoint
         self._held: list[tuple[Future[None], Trial]] = []  # until its copies are made
         self._waiting: set[int] = set()  # numbers of trials that wait at a rung
+        self._early: set[int] = set()  # running trials that were promoted early
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
         self._began_at = time.monotonic()
@@ -653,6 +654,7 @@ class Search(LoopRun):
                 while self._num_running < self._limit and self._start_next():
                     self._absorb()  # inline, it has ended by now
                 self._send()
+                self._end_early_parts()
                 if not self._num_running and work.stopped_by is not None:
                     self.cancel()  # its waiting trials continue in the next call
                     self._wait(lambda: work.is_done)
@@ -693,6 +695,12 @@ class Search(LoopRun):
     @property
     def _num_running(self) -> int:
         return self._num_parts + len(self._held) - self._num_ended
+
+    @property
+    def _num_due(self) -> int:
+        """How many running parts the search waits for; trials promoted early are not among them."""
+        assert isinstance(self._rungs, Rungs)
+        return self._num_running - sum(map(self._rungs.is_early, self._early))
 
     @property
     def _has_news(self) -> bool:
@@ -815,10 +823,11 @@ class Search(LoopRun):
             if self._members is not None:
                 trial = self._select(trial, self._members)
             if trial.state == "waiting":  # else it is new, and may begin at a higher rung
-                trial.rung, trial.state = promoted[1], "running"
-                self._waiting.discard(trial.number)
+                self._leave_rung(trial, promoted[1])
         elif self._num_missing > 0:
             trial = self._ask()
+        elif (early := self._promote_early()) is not None:
+            trial = early
         else:
             return False
         if self._rungs is not None:
@@ -828,6 +837,31 @@ class Search(LoopRun):
         else:
             self._held.append((copied, trial))
         return True
+
+    def _promote_early(self) -> Trial | None:
+        """Let a trial continue that would wait while a worker is idle; None: there is none."""
+        if not isinstance(self._rungs, Rungs) or not self._num_due:
+            return None
+        if (promoted := self._rungs.promote_early()) is None:
+            return None
+        trial = self.trials[promoted[0]]
+        self._leave_rung(trial, promoted[1])
+        self._early.add(trial.index)
+        return trial
+
+    def _leave_rung(self, trial: Trial, rung: int) -> None:
+        trial.rung, trial.state = rung, "running"
+        self._waiting.discard(trial.number)
+
+    def _end_early_parts(self) -> None:
+        """Cancel the trials that were promoted early, once nothing else is left to do."""
+        if not self._early or self._num_due or self._work.stopped_by is not None:
+            return
+        for index in self._early:
+            trial = self.trials[index]
+            if not trial.stopped_by:
+                trial.stopped_by = self._rule
+                self._cancel_trial(trial)
 
     def _begin(self, trial: Trial) -> None:
         """Queue the next part of a trial."""
@@ -1025,10 +1059,11 @@ class Search(LoopRun):
 
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
-        value = self._note_report(report)
+        # after it was cancelled and told, its last reports may still come
+        value = self._note_report(report) if trial.state == "running" else None
         if trial.epochs == trial.until:
             self._work.write_reports()  # before it saves the checkpoint at which it pauses
-        if value is not None and trial.state == "running" and not trial.stopped_by:
+        if value is not None and not trial.stopped_by:
             self._stop_if_hopeless(trial, value, report.metrics)
             self._end_early()
         if self._options.on_report is not None:
@@ -1126,6 +1161,7 @@ class Search(LoopRun):
             self._end_part(trial, None, None)
             return
         self._num_ended += 1
+        self._early.discard(index)
         trial.state = "unfinished"
         if self._members is not None:
             self._members.leave(index)
@@ -1133,6 +1169,10 @@ class Search(LoopRun):
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call
         trial.is_again = False
+        if trial.index in self._early:
+            self._early.remove(trial.index)
+            if trial.epochs >= trial.until:  # it was there before it was cancelled
+                trial.stopped_by = ""
         if isinstance(error, POOL_ENDED):
             raise error
         if error is not None:

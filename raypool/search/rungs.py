@@ -14,7 +14,10 @@ class Rungs:
     """The trials that have reached each rung, and those that wait there.
 
     Asynchronous successive halving: as soon as a waiting trial is among the best of its rung (one
-    in `factor`), it continues to the next rung.
+    in `factor`), it continues to the next rung (`promote`). For a worker that would be idle, the
+    best waiting trial continues before that (`promote_early`). Such a trial does not count among
+    those of which one in `factor` continues, until it has become one of the best: it gives no
+    other trial a place.
 
     Args:
         levels: The epochs after which trials are compared, in ascending order; the last one is the
@@ -37,6 +40,9 @@ class Rungs:
         self._factor = factor
         self._reached: list[list[Entry]] = [[] for _ in levels]  # sorted
         self._waiting: list[list[Entry]] = [[] for _ in levels]  # heaps
+        self._early: list[list[Entry]] = [[] for _ in levels]  # sorted; by the rung they left early
+        self._num_counted = [0] * len(levels)
+        self._last_rungs: dict[int, int] = {}
 
     def reach(self, trial: int, rung: int, score: float, *, is_waiting: bool = True) -> None:
         """Note that a trial has reached a rung with a score (more is better), and waits there.
@@ -44,6 +50,8 @@ class Rungs:
         With `is_waiting=False` it has gone on since, or has ended: others are compared with it.
         """
         insort(self._reached[rung], (-score, trial))
+        self._num_counted[rung] += not self._left_early(trial, rung - 1)
+        self._last_rungs[trial] = rung
         if is_waiting and rung + 1 < len(self.levels):
             heappush(self._waiting[rung], (-score, trial))
 
@@ -66,14 +74,40 @@ class Rungs:
 
     def promote(self) -> tuple[int, int] | None:
         """Return a trial that continues now, and to which rung; None: they all have to wait."""
+        for rung in range(len(self.levels) - 1):  # upwards: one that counts may let others count
+            early = self._early[rung]
+            while early and self._is_among_best(early[0], rung):
+                _, trial = early.pop(0)
+                self._num_counted[rung + 1] += self._last_rungs[trial] > rung
         for rung in reversed(range(len(self.levels) - 1)):  # first those that have come far
-            waiting, reached = self._waiting[rung], self._reached[rung]
-            if not waiting:
-                continue
+            waiting = self._waiting[rung]
             # all that are better than the best waiting one do not wait anymore
-            if bisect_left(reached, waiting[0]) < len(reached) // self._factor:
+            if waiting and self._is_among_best(waiting[0], rung):
                 return heappop(waiting)[1], rung + 1
         return None
+
+    def promote_early(self) -> tuple[int, int] | None:
+        """Return the best waiting trial of the highest rung, and its next one; None: none waits.
+
+        Call it only after `promote` has returned None.
+        """
+        for rung in reversed(range(len(self.levels) - 1)):
+            if self._waiting[rung]:
+                entry = heappop(self._waiting[rung])
+                insort(self._early[rung], entry)
+                return entry[1], rung + 1
+        return None
+
+    def is_early(self, trial: int) -> bool:
+        """Whether a trial that runs was promoted early, and has not become one of the best."""
+        return self._left_early(trial, self._last_rungs.get(trial, -1))
+
+    def _left_early(self, trial: int, rung: int) -> bool:
+        return rung >= 0 and any(each == trial for _, each in self._early[rung])
+
+    def _is_among_best(self, entry: Entry, rung: int) -> bool:
+        num_places = self._num_counted[rung] // self._factor
+        return bisect_left(self._reached[rung], entry) < num_places
 
 
 class Members:

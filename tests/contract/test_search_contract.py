@@ -115,8 +115,12 @@ def test_halving_continues_the_best_from_their_checkpoints(
     assert told["COMPLETE"] >= 1
     assert told["COMPLETE"] + told["PRUNED"] == 9
     frame = found.to_frame()
-    assert set(frame["epochs"]) == {1, 3, 9}
-    assert len(marks.all()) == len(set(marks.all())) == frame["epochs"].sum(), "each epoch once"
+    assert set(frame.loc[frame["state"] == "complete", "epochs"]) == {9}
+    num_marks = len(marks.all())
+    assert num_marks == len(set(marks.all())) >= frame["epochs"].sum(), "each epoch once"
+    if len(pool.workers) == 1:  # else others continue while a worker would be idle
+        assert set(frame["epochs"]) == {1, 3, 9}
+        assert num_marks == frame["epochs"].sum()
     # whoever got furthest was among the best third of the first rung
     best = frame.sort_values("x", ascending=False)["trial"].iloc[0]
     assert found.best.number == best
@@ -126,6 +130,48 @@ def test_halving_continues_the_best_from_their_checkpoints(
     assert kept[columns].equals(now[columns]), "the folder is a run like any other"
     assert list(kept["duration_s"]) == pytest.approx(list(now["duration_s"])), "all parts count"
     assert kept["started_at"].equals(now["started_at"])
+
+
+@pytest.mark.concurrent
+def test_a_waiting_trial_continues_where_a_worker_would_be_idle(
+    pool: ParallelPool, marks: Marks, tmp_path: Path, make_gate: Callable[[], Gate]
+) -> None:
+    """One of three is to be trained to the end. The next best goes on beside it, without end here,
+    and the search does not wait for it.
+    """
+    gate = make_gate()
+
+    def train(config: dict[str, Any]) -> None:
+        if load_checkpoint() is None:
+            report(epoch=0, accuracy=config["x"])
+            save_checkpoint(1)
+            return
+        if config["x"] == 0.9:
+            gate.wait()
+            report(epoch=2, accuracy=0.9)
+            return
+        marks.add(str(config["x"]))
+        gate.open()
+        while True:
+            pass
+
+    study = optuna.create_study(direction="maximize")
+    for x in (0.9, 0.5, 0.1):
+        study.enqueue_trial({"x": x})
+    found = pool.search(
+        train,
+        {"x": SPACE["x"]},
+        metric="accuracy",
+        num_trials=3,
+        max_in_flight=2,
+        study=study,
+        stop=search.halving(max_epochs=3),
+        run_dir=tmp_path,
+    )
+    frame = found.to_frame().set_index("x")
+    assert frame["state"].to_dict() == {0.9: "complete", 0.5: "pruned", 0.1: "pruned"}
+    assert frame["epochs"].to_dict() == {0.9: 3, 0.5: 1, 0.1: 1}
+    assert marks.all() == ["0.5"]
 
 
 def test_a_sampler_learns_from_trials_that_wait(pool: ParallelPool, tmp_path: Path) -> None:

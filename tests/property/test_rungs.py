@@ -13,44 +13,58 @@ from raypool.search.rungs import Members, Rungs
 @given(
     scores=st.lists(st.integers(0, 20), max_size=60),
     factor=st.integers(2, 4),
-    turns=st.lists(st.booleans(), max_size=200),
+    turns=st.lists(st.sampled_from(["start", "start early", "end"]), max_size=200),
 )
 def test_any_order_of_arrivals_and_promotions(
-    scores: list[int], factor: int, turns: list[bool]
+    scores: list[int], factor: int, turns: list[str]
 ) -> None:
     rungs = Rungs([1, 3, 9, 27], factor)
     reached: list[dict[int, int]] = [{}, {}, {}, {}]
     promoted: list[set[int]] = [set(), set(), set()]
+    early: list[set[int]] = [set(), set(), set()]  # those that have not become one of the best
     running: list[tuple[int, int]] = []  # trial, and the rung that it will reach
 
     def is_best(trial: int, rung: int) -> bool:
         better = sum((-s, t) < (-scores[trial], trial) for t, s in reached[rung].items())
-        return better < len(reached[rung]) // factor
+        num_counted = len(reached[rung].keys() - (early[rung - 1] if rung else set()))
+        return better < num_counted // factor
 
     new = iter(range(len(scores)))
-    for wants_promotion in [*turns, *[True, False] * 300]:
-        if wants_promotion:
-            if (promotion := rungs.promote()) is None:
-                assert not any(
-                    is_best(trial, rung)
-                    for rung in range(3)
-                    for trial in reached[rung].keys() - promoted[rung]
-                ), "a trial waits that may continue"
-                if (trial := next(new, None)) is not None:
-                    running.append((trial, 0))
-            else:
+    for turn in [*turns, *["start", "end"] * 300]:
+        if turn == "end":
+            if running:
+                trial, rung = running.pop(len(running) // 2)
+                reached[rung][trial] = scores[trial]
+                rungs.reach(trial, rung, scores[trial])
+            continue
+        promotion = rungs.promote()
+        for rung in range(3):
+            early[rung] -= {trial for trial in early[rung] if is_best(trial, rung)}
+        if promotion is not None:
+            trial, rung = promotion
+            assert is_best(trial, rung - 1)
+        else:
+            waiting = [(rung, reached[rung].keys() - promoted[rung]) for rung in range(3)]
+            assert not any(is_best(trial, rung) for rung, trials in waiting for trial in trials), (
+                "a trial waits that may continue"
+            )
+            if turn == "start early" and (promotion := rungs.promote_early()) is not None:
                 trial, rung = promotion
-                assert trial not in promoted[rung - 1]
-                assert is_best(trial, rung - 1)
-                promoted[rung - 1].add(trial)
-                running.append((trial, rung))
-        elif running:
-            trial, rung = running.pop(len(running) // 2)
-            reached[rung][trial] = scores[trial]
-            rungs.reach(trial, rung, scores[trial])
+                assert rung - 1 == max(rung for rung, trials in waiting if trials)
+                assert scores[trial] == max(scores[each] for each in waiting[rung - 1][1])
+                early[rung - 1].add(trial)
+            elif (fresh := next(new, None)) is not None:
+                running.append((fresh, 0))
+        if promotion is not None:
+            assert trial not in promoted[rung - 1]
+            promoted[rung - 1].add(trial)
+            running.append((trial, rung))
+        for trial, rung in running:
+            assert rungs.is_early(trial) == (rung > 0 and trial in early[rung - 1])
     assert len(reached[0]) == len(scores)
     for rung in range(3):
-        assert len(promoted[rung]) >= len(reached[rung]) // factor
+        counted = reached[rung].keys() - (early[rung - 1] if rung else set())
+        assert len(promoted[rung]) >= len(counted) // factor
 
 
 # trial 0 gets ahead and becomes the worst, while the best one still runs to where it is
