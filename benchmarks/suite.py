@@ -32,6 +32,7 @@ SUITE = {
     "joblib": "Behind joblib",
     "live_view": "Loops, shown and driven",
     "report_page": "A page of results",
+    "watch": "A live page",
     "cloud": "Files of clusters, and the command line",
     "devices": "Looking at GPUs",
     "telemetry": "Looking at GPUs all the time",

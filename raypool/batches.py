@@ -252,7 +252,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
             each = ", ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
             where = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, no autoscaler"
             raise ResourceError(
-                f"The job's pool could never open: requested {number} workers, but the cluster has"
+                f"The job's pool could never open. Workers: requested {number}, and the cluster has"
                 f" room for {room} ({each} for each; {there:g} {demand.kind} on {where}). Request"
                 f" at most {room}, or fewer resources for each.",
                 requested=number,

@@ -189,7 +189,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             num_items, rerun = len(place.items), "missing"
         from raypool.pool import parpool
 
-        with resumable(run_dir, num_items), parpool(workers, profile=profile) as pool:
+        is_part = place is not run_dir
+        with resumable(run_dir, num_items, is_part), parpool(workers, profile=profile) as pool:
             results: Results[Any] = pool.parfor(
                 function,
                 items,
@@ -204,7 +205,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         from raypool.views import tables
 
         echo(tables.sweep_as_json(tables.numbered(results.to_frame())))
-    elif place is run_dir:
+    elif not is_part:
         _show_best(results, run_dir)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
@@ -220,19 +221,20 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def resumable(run_dir: str, total: int) -> Iterator[None]:
-    """On an interruption, print how to resume, and exit."""
-    again = f"  {click.get_current_context().meta['raypool.call']}"
+def resumable(run_dir: str, total: int, is_part: bool = False) -> Iterator[None]:
+    """On an interruption, print how to resume, and exit; a part of an array is requeued."""
+    call = click.get_current_context().meta["raypool.call"]
     try:
         yield
     except (KeyboardInterrupt, CancelledError, PoolPreemptedError) as error:
         is_preempted = isinstance(error, PoolPreemptedError)
         if (partial := getattr(error, "results", None)) is not None:
             num_finished = int((partial.to_frame()["status"] == "finished").sum())
+            elsewhere = " on other machines" if is_preempted else ""
             echo(
                 f"{'Preempted' if is_preempted else 'Interrupted'}: {num_finished} of {total} items"
-                f" finished; their results are in {run_dir}. To run the others"
-                f"{' on other machines' if is_preempted else ''}:\n{again}",
+                f" finished; their results are in {run_dir}."
+                + ("" if is_part else f" To run the others{elsewhere}:\n  {call}"),
                 err=True,
             )
         elif is_preempted:

@@ -50,7 +50,7 @@ def test_chosen_gpus_can_be_given_back_and_had_again(ray_session: None, by_value
         pool.resize(2)
         assert sorted(worker.gpu for worker in pool.workers if worker.gpu is not None) == [0, 2]
         with pytest.raises(
-            ResourceError, match="requested 1 workers, available 0: the pool may use GPU 0, 2 only"
+            ResourceError, match="requested 1, available 0: the pool may use GPU 0, 2 only"
         ):
             pool.resize(3)
 

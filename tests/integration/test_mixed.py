@@ -206,7 +206,7 @@ def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
             True,
         ]
         with pytest.raises(
-            ResourceError, match=r"Requested 1 workers, available 0: .* describes only 4 workers"
+            ResourceError, match=r"Workers: requested 1, available 0: .* describes 4 in all"
         ):
             pool.resize(5)
         assert pool.num_workers == 4

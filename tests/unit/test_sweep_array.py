@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from raypool import JournalError, load_results
 from raypool.cli.main import main
 from raypool.journal.lock import RunLock
+from raypool.testing import sim_pool
+from raypool.testing.simulation import FaultPlan
 
 MODULE = """
 import random
@@ -134,6 +136,20 @@ def test_parts_are_one_run(
     assert [value | {"begun": 0} for value in results] == list(whole)
     assert [value["begun"] for value in results] == [0, 1, 0]
     assert [row["loss"] for row in results.metrics.to_dict("records")] == [0, 1, 0]
+
+
+def test_a_preempted_task_leaves_the_rest_to_slurm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names no command: its own is not the user's, and Slurm runs it again."""
+    (folder / "names.csv").write_text("name\na\nb\n")
+    submitted()
+    plan = FaultPlan(item_s=1.0, preempted_s=0.0)
+    monkeypatch.setattr("raypool.pool.parpool", lambda *_, **__: sim_pool(1, plan))
+    done = task(0, 1, monkeypatch)
+    assert done.exit_code == 75
+    last = done.stderr.splitlines()[-1]
+    assert last == "Preempted: 1 of 2 items finished; their results are in run."
 
 
 def test_what_has_no_array(folder: Path) -> None:

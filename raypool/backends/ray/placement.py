@@ -162,8 +162,8 @@ class Placement:
         free = [entry for entry in range(len(listed)) if entry not in self._entries.values()]
         if least is not None and least > len(free):
             raise ResourceError(
-                f"Requested {least} workers, available {len(free)}: resources=[...] describes only"
-                f" {len(listed)} workers. Open a pool with a longer list.",
+                f"Workers: requested {least}, available {len(free)}: resources=[...] describes"
+                f" {len(listed)} in all. Open a pool with a longer list.",
                 requested=least,
                 available=len(free),
                 holders=(),

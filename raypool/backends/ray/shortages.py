@@ -372,7 +372,7 @@ def no_more_chosen(
     else:
         chosen = ", ".join(map(str, gpus))
     return ResourceError(
-        f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen}"
+        f"GPU: requested {requested}, available {available}: the pool may use GPU {chosen}"
         " only. List more GPUs in gpus=[...], or ask for fewer workers.",
         requested=requested,
         available=available,
