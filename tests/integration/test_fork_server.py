@@ -71,11 +71,15 @@ with parpool(1, profile=profile(env={"OMP_PROC_BIND": "false"})) as pool:  # a b
     with parpool(1, profile=profile(env={"OMP_PROC_BIND": "true"})) as other:
         print(json.dumps(other.parfeval(parent).result()))
         print(other.parfeval(lambda: os.environ["OMP_PROC_BIND"]).result())
+    with parpool(1, profile=profile(fork_server=False)) as other:
+        print(json.dumps(other.parfeval(parent).result()))
 with parpool(1, profile=profile(preload=["colorsys"])) as pool:
     print(pool.parfeval(lambda: "torch" in sys.modules or "colorsys" in sys.modules).result())
 """
     done = run_python(WORKERS + code)
-    assert done.stdout.splitlines()[-7:] == [*["null"] * 2, *["true"] * 2, "null", "true", "True"]
+    lines = done.stdout.splitlines()[-8:]
+    assert lines == [*["null"] * 2, *["true"] * 2, "null", "true", "null", "True"]
+    assert done.stderr.count("Workers are plain processes") == 2
     for reason in ("no module of preload is installed", "OMP_PROC_BIND cannot change in a fork"):
         assert done.stderr.count(f"no memory: {reason}.") == 1
 

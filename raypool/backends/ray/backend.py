@@ -37,7 +37,13 @@ from raypool.backends.ray.packing import (
     unpack_results,
 )
 from raypool.backends.ray.placement import Placement
-from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
+from raypool.backends.ray.session import (
+    connection,
+    environment_of,
+    give_up_ray,
+    is_up,
+    leave_ray,
+)
 from raypool.backends.ray.worker import (
     CallAnswer,
     Introduction,
@@ -288,7 +294,7 @@ class RayBackend:
         }
         if demand.worker_memory_bytes:
             options["memory"] = demand.worker_memory_bytes
-        if env := self._profile.worker_env:
+        if env := environment_of(self._profile):
             options["runtime_env"] = {"env_vars": env}
         slot.take_in(worker_id)
         if self._cards is not None:

@@ -17,7 +17,7 @@ import struct
 import sys
 
 SERVER = "RAYPOOL_FORK_SERVER"
-"""The variable with the path of the server's socket."""
+"""The variable with the path of the server's socket; a pool without forks sets it for workers."""
 
 REFUSED = "RAYPOOL_NOT_FORKED"
 """The variable that tells a plain worker why it is one."""
@@ -54,7 +54,8 @@ def main(words: list[str]) -> None:
             raise ValueError(answer["refused"])
         worker = os.pidfd_open(answer["pid"])
     except (OSError, ValueError) as reason:
-        os.environ[REFUSED] = str(reason)
+        if str(reason):
+            os.environ[REFUSED] = str(reason)
         script = next(word for word in words if word.endswith("default_worker.py"))
         setup = os.path.join(os.path.dirname(script), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, setup, *words])
@@ -83,6 +84,8 @@ def understood(words: list[str]) -> dict[str, object]:
     variables = wanted.pop("env_vars", None) or {}
     if wanted.pop("py_executable", sys.executable) != sys.executable or any(wanted.values()):
         raise ValueError("its runtime environment has more than variables")
+    if SERVER in variables:
+        raise ValueError  # its pool does not want a fork
     if any("$" in value for value in variables.values()):
         raise ValueError("its variables refer to others")
     if f"{LANGUAGE}PYTHON" not in words or not words[0].endswith("default_worker.py"):
