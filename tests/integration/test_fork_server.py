@@ -64,6 +64,8 @@ with parpool(1, profile=profile(fork_server=False)) as pool:
     print(json.dumps(pool.parfeval(parent).result()))
 with parpool(1, profile=profile(preload=["not_installed"])) as pool:
     print(json.dumps(pool.parfeval(parent).result()))
+with parpool(1, profile=profile(preload=["ray"])) as pool:
+    print(json.dumps(pool.parfeval(parent).result()))
 with parpool(1, profile=profile()) as pool:
     print(json.dumps(pool.parfeval(parent).result() is not None))
 with parpool(1, profile=profile(env={"OMP_PROC_BIND": "false"})) as pool:  # a base of its own
@@ -77,10 +79,14 @@ with parpool(1, profile=profile(preload=["colorsys"])) as pool:
     print(pool.parfeval(lambda: "torch" in sys.modules or "colorsys" in sys.modules).result())
 """
     done = run_python(WORKERS + code)
-    lines = done.stdout.splitlines()[-8:]
-    assert lines == [*["null"] * 2, *["true"] * 2, "null", "true", "null", "True"]
-    assert done.stderr.count("Workers are plain processes") == 2
-    for reason in ("no module of preload is installed", "OMP_PROC_BIND cannot change in a fork"):
+    lines = done.stdout.splitlines()[-9:]
+    assert lines == [*["null"] * 3, *["true"] * 2, "null", "true", "null", "True"]
+    assert done.stderr.count("Workers are plain processes") == 3
+    for reason in (
+        "no module of preload is installed",
+        "a module of preload imports Ray",
+        "OMP_PROC_BIND cannot change in a fork",
+    ):
         assert done.stderr.count(f"no memory: {reason}.") == 1
 
 

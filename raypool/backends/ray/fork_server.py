@@ -213,6 +213,8 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1].fileno())
         self._owner = os.pidfd_open(os.getppid())  # at first the base, then the raylet
+        # the number of the raylet that Ray has read: none, or a wrong one, with which workers hang
+        self._imports_ray = "ray" in sys.modules
         self._has_ray = False
         self._watch = selectors.DefaultSelector()
         for source in (listener, self._wake[0], self._owner):
@@ -240,6 +242,8 @@ class ForkServer:
         streams: list[int] = []
         try:
             request, streams = received(client)
+            if self._imports_ray:
+                raise ValueError("a module of preload imports Ray")
             if not self._has_ray:
                 self._import_ray(request["variables"])
             reason = self._refusal(request["variables"])
