@@ -85,7 +85,9 @@ def test_objectives_run_unchanged(pool: ParallelPool) -> None:
 
 def test_pruners_see_every_report(pool: ParallelPool) -> None:
     study = optuna.create_study(
-        direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2)
+        direction="maximize",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=2),
     )
     optimize(study, pruned, 12, pool=pool, max_in_flight=1)
     assert set(states(study)) == {TrialState.COMPLETE, TrialState.PRUNED}
