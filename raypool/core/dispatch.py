@@ -115,6 +115,11 @@ class Dispatcher:
         if num_skipped:
             aside = backlog.set_aside(head, queue, num_skipped)
             head = backlog.head(queue) or head
+            # what comes next may have to run alone
+            if worker.attempts and not backlog.wants_look_ahead(head, num_workers):
+                backlog.put_back(aside, queue)
+                workers.move(worker, None)
+                return
         if worker.has_delivered and head.spec.is_fresh:
             worker = workers.renew(worker)
             self._out += workers.launch(worker, self._now)

@@ -277,6 +277,26 @@ def test_a_call_sent_ahead_ends_first(pool_of):
     assert pool.size == 2
 
 
+def test_what_is_left_to_others_lets_nothing_wait_that_runs_alone(pool_of):
+    """The next call after the one that a suspected worker skips may have lost a worker before."""
+    pool = pool_of(2)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, priority=1)
+    for task_id in (2, 3, 4):
+        pool.submit(task_id)
+        pool.finish(call_of(pool, 1), Report(1, failed=1, busy_s=0.001))
+    pool.submit(5)
+    pool.lose(pool.worker_in(0))  # task 1 is to run again, alone
+    for task_id in range(6, 30):
+        pool.submit(task_id)
+    pool.submit(30, priority=2)
+    first, *ahead = pool.calls_of(pool.worker_in(1))
+    assert not any(piece.task_id == 1 for call in ahead for piece in call.slices)
+    for call in (first, *ahead):
+        pool.finish(call.attempt_id)
+    assert pool.calls_of(pool.worker_in(1))
+
+
 def test_a_place_that_comes_anew_begins_anew(busy):
     fail_all(busy, 2)
     busy.resize(add=[2])
