@@ -107,10 +107,6 @@ def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
     findings.check_schema(FILE)
     provider = findings.within("provider")
-    region = provider.at("region")
-    for zone in (provider.at("availability_zone") or "").split(","):
-        if zone and isinstance(region, str) and not zone.strip().startswith((region, PLACEHOLDER)):
-            provider.add(f"zone {zone.strip()} is not in region {region}.", "availability_zone")
     if provider.at("security_group") is not None:
         provider.doubt(
             "despite these rules, Ray opens SSH to the whole internet in the security group that"
@@ -184,19 +180,6 @@ def _validator() -> Callable[[dict[str, Any]], str] | None:
 
 def _check_instance(config: Findings) -> None:
     """Check settings that Ray would replace by its defaults, or leave open."""
-    market = config.at("InstanceMarketOptions")
-    if market is not None and config.at("InstanceMarketOptions", "MarketType") not in (
-        "spot",
-        "capacity-block",
-    ):
-        text = f"InstanceMarketOptions is {market!r}; it must be `MarketType: spot`."
-        config.add(text, "InstanceMarketOptions")
-    if config.at("MetadataOptions", "HttpEndpoint") == "disabled":
-        text = (
-            "without the metadata service the head cannot make machines, and preemption notices"
-            " are lost. Enable it; `HttpTokens: required` makes it safe."
-        )
-        config.add(text, "MetadataOptions", "HttpEndpoint")
     if config.at("LaunchTemplate") is not None:
         return  # Amazon keeps it, and it may have the following
     name = config.at("KeyName")

@@ -343,18 +343,6 @@ ON_AWS = {
         "accelerator-type",
         "it must be T4",
     ),
-    "a market that there is not": (
-        "MarketType: spot",
-        "MarketType: cheap",
-        "InstanceMarketOptions",
-        "must be `MarketType: spot`",
-    ),
-    "a zone of another region": (
-        "us-west-2a",
-        "us-east-1a",
-        "availability_zone",
-        "not in region us-west-2",
-    ),
     "no region": (
         "  region: us-west-2\n",
         "",
@@ -390,12 +378,6 @@ ON_AWS = {
         "      NetworkInterfaces: {SubnetId: subnet-1}\n",
         "NetworkInterfaces",
         "Invalid type for parameter NetworkInterfaces",
-    ),
-    "no metadata": (
-        "HttpEndpoint: enabled",
-        "HttpEndpoint: disabled",
-        "HttpEndpoint",
-        "the head cannot make machines",
     ),
     "a key that Ray would not take": (
         GROUP,
