@@ -22,8 +22,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft7Validator
+
 from raypool.cluster import packages, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, nearest
+from raypool.cluster.documents import PLACEHOLDER, Findings, form
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
@@ -63,7 +65,6 @@ END_S = 5  # of that, what Ray needs to end after draining
 
 # the operator appends to it, and Kubernetes allows 63 letters
 LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}
-OTHERS = ("RayService", "RayCronJob")  # KubeRay's other kinds, which only Kubernetes checks
 
 PATIENCE_S = 60  # for an answer to `kubectl`
 
@@ -241,21 +242,19 @@ def is_manifest(content: object) -> bool:
 
 def check(findings: Findings) -> None:
     """Note open access, and what Kubernetes does not notice although it cannot work."""
-    kind, name = str(findings.at("kind") or ""), str(findings.at("metadata", "name") or "")
-    if kind in OTHERS:
-        return
+    kind = str(findings.at("kind"))
     if kind not in LONGEST_NAME:
-        findings.add(f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}", "kind")
-        return
+        return  # Kubernetes checks KubeRay's other kinds, and refuses unknown ones
     longest = LONGEST_NAME[kind]
-    is_name = re.fullmatch(rf"[a-z]([-a-z0-9]*[a-z0-9])?|{PLACEHOLDER}.*", name)
-    if not is_name or len(name) > longest:
-        findings.add(
-            f"name is {name!r}; it must have at most {longest} lower-case letters, digits and -,"
-            " begin with a letter and not end with -.",
-            "metadata",
-            "name",
-        )
+    name = form(
+        rf"[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?",
+        f"have at most {longest} lower-case letters, digits and -, begin with a letter and not end"
+        " with -",
+    )
+    metadata = {"required": ["name"], "properties": {"name": name}}
+    findings.check_schema(
+        Draft7Validator({"required": ["metadata"], "properties": {"metadata": metadata}})
+    )
     spec = findings.within("spec")
     if kind == "RayJob":
         _check_job(spec)

@@ -456,12 +456,6 @@ ON_KUBERNETES = {
         "rayStartParams: {num-gpus",
         "Ray is told of 4 GPUs, but the pod's limits allow 1",
     ),
-    "a misspelt kind": (
-        "kind: RayCluster",
-        "kind: RayClustr",
-        "kind: RayClustr",
-        "Did you mean RayCluster",
-    ),
     "a name for people": (
         "name: raypool",
         "name: My Cluster",
