@@ -138,8 +138,7 @@ def _check_machine(node: Findings) -> None:
     elif not machine.startswith(PLACEHOLDER):
         try:
             shape = catalogue("aws").machine(machine)
-            # Ray asks EC2 for missing numbers
-            launcher_file.check_resources(node, shape, shape.gpu, shape.gpus, is_filled_in=True)
+            launcher_file.check_resources(node, shape.gpu, shape.gpus, is_filled_in=True)
             region = str(node.whole().at("provider", "region"))
             catalogue("aws").check_place(region, *filter(None, [shape.gpu]))
         except CloudError as error:

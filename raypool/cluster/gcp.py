@@ -246,7 +246,7 @@ def _check_machine(node: Findings, zone: str | None) -> tuple[str | None, int]:
         else:
             config.unlisted(str(error), "machineType")
     if shape or is_custom:
-        launcher_file.check_resources(node, shape, gpu, gpus)
+        launcher_file.check_resources(node, gpu, gpus)
     try:
         if shape and gpu:
             gce.check(machine, gpu, gpus)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from raypool.cluster import packages, software
 from raypool.cluster.documents import Findings
-from raypool.cluster.machines import CPUS_PER_GPU, OF_PROVIDERS, Machine, catalogue
+from raypool.cluster.machines import CPUS_PER_GPU, OF_PROVIDERS, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
@@ -220,15 +220,13 @@ def _in_background(module: str, options: str) -> str:
     )
 
 
-def check_resources(
-    node: Findings, shape: Machine | None, gpu: str | None, gpus: int, is_filled_in: bool = False
-) -> None:
-    """Note where a node type tells Ray of other CPUs or GPUs than the machine has.
+def check_resources(node: Findings, gpu: str | None, gpus: int, is_filled_in: bool = False) -> None:
+    """Note where a node type tells Ray of other GPUs than the machine has, and torch without
+    kernels for them.
 
-    Ray believes it: with too many GPUs, work waits forever; with too few, some are idle.
-
-    `shape` is None for a custom machine type. `is_filled_in` says whether Ray asks the provider for
-    missing numbers.
+    Ray believes it: with too many GPUs, work waits forever; with too few, some are idle. A user may
+    choose another number of CPUs. `is_filled_in` says whether Ray asks the provider for a missing
+    number.
     """
     resources = node.at("resources") or {}
     told = resources.get("GPU", gpus if is_filled_in else 0)
@@ -236,10 +234,6 @@ def check_resources(
         has = f"{gpus} {gpu}" if gpus else "none"
         text = f"Ray is told of {told} GPUs, but the machine has {has}: it must be `GPU: {gpus}`."
         node.add(text, "resources", *(["GPU"] if "GPU" in resources else []))
-    if shape and resources.get("CPU", 0) > shape.vcpus:
-        cpus = resources["CPU"]
-        text = f"Ray is told of {cpus} CPUs, but {shape.name} has {shape.vcpus} vCPUs."
-        node.add(text, "resources", "CPU")
     label = node.at("labels", ACCELERATOR)
     if label is not None and label != gpu:
         right = f"it must be {gpu}" if gpu else "the machine has no GPU"
