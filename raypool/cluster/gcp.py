@@ -57,14 +57,6 @@ _PROVIDER = {
 FILE = Draft7Validator({"properties": {"cluster_name": _NAME, "provider": _PROVIDER}})
 """The rules for names."""
 
-_ACCELERATOR = {
-    "type": "object",
-    "required": ["acceleratorType", "acceleratorCount"],
-    "properties": {
-        "acceleratorType": {"type": "string"},
-        "acceleratorCount": {"type": "integer", "minimum": 1},
-    },
-}
 SHAPE = Draft7Validator(
     {
         "type": "object",
@@ -75,7 +67,14 @@ SHAPE = Draft7Validator(
                 "type": "array",
                 "minItems": 1,
                 "maxItems": 1,
-                "items": _ACCELERATOR,
+                "items": {
+                    "type": "object",
+                    "required": ["acceleratorType", "acceleratorCount"],
+                    "properties": {
+                        "acceleratorType": {"type": "string"},
+                        "acceleratorCount": {"type": "integer", "minimum": 1},
+                    },
+                },
             },
             "scheduling": {"type": "object"},
         },

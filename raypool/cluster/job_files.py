@@ -179,14 +179,6 @@ def read(document: Document, *, trust: bool = False) -> Training:
     """
     findings = Findings(document, trust)
     content = document.content
-    if is_training(content) and INPUT not in content:
-        first = next(name for name in content if name in TRAINING["properties"])
-        findings.add(
-            f"{first} belongs in trainingInput. Write `trainingInput:` above it, and indent the"
-            " settings.",
-            first,
-        )
-        findings.finish()
     findings.check_schema(SCHEMA)
     inputs = findings.within(INPUT)
     entries = inputs.at()

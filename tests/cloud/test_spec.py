@@ -226,7 +226,7 @@ REFUSED = {
         "trainingInput: ['scaleTier'] is not of type 'object'",
     ),
     "misspelt outside": ("trainingInputs: {scaleTier: BASIC}", 1, "Did you mean trainingInput?"),
-    "not indented": ("jobId: a\nscaleTier: BASIC", 2, "scaleTier belongs in trainingInput"),
+    "not indented": ("jobId: a\nscaleTier: BASIC", 1, "trainingInput is missing"),
     "misspelt": (
         "trainingInput:\n  scaleTier: BASIC\n  workerCounts: 3",
         3,
