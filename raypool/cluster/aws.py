@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, form, nearest
+from raypool.cluster.documents import NO_CLIENT, PLACEHOLDER, Findings, form, nearest
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -116,9 +116,7 @@ def check(findings: Findings) -> None:
         )
     validator = _validator()
     if validator is None:
-        provider.doubt(
-            "boto3 is not installed here, so the names of EC2's settings were not checked."
-        )
+        provider.doubt(NO_CLIENT.format("boto3"))
     for name in findings.at("available_node_types") or ():
         node = findings.within("available_node_types", name)
         config = node.within("node_config")

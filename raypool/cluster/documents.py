@@ -22,6 +22,7 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"  # begins an entry to fill in: "<your project>"
 WITHIN = re.compile(r"<(your|address of) [^<>]*>")  # a placeholder within a command
 OPEN = "must be filled in."  # ends the messages about placeholders
+NO_CLIENT = "{} is not installed here, so the names of settings were not checked."
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, form, texts
+from raypool.cluster.documents import NO_CLIENT, PLACEHOLDER, Findings, form, texts
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -165,10 +165,7 @@ def check(findings: Findings) -> None:
     elif region not in (None, region_of(zone)):
         provider.add(f"region is {region!r}, but zone {zone} is in {region_of(zone)}.", "region")
     if _schema() is None:
-        provider.doubt(
-            "google-api-python-client is not installed here, so the names of Google's settings were"
-            " not checked."
-        )
+        provider.doubt(NO_CLIENT.format("google-api-python-client"))
     for name in findings.at("available_node_types") or ():
         node = findings.within("available_node_types", name)
         if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):

@@ -15,7 +15,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import Findings
+from raypool.cluster.documents import NO_CLIENT, Findings
 from raypool.cluster.plan import ClusterPlan
 
 COMMAND = "python train.py"  # unless the plan has another
@@ -86,9 +86,7 @@ def check(findings: Findings) -> None:
     """Note what SkyPilot refuses in a task, and what leaves Ray open."""
     findings.check_filled_in()
     if find_spec("sky") is None:
-        findings.doubt(
-            "skypilot is not installed here, so the names of its settings were not checked."
-        )
+        findings.doubt(NO_CLIENT.format("skypilot"))
     else:
         from sky.utils import schemas
 
