@@ -153,7 +153,7 @@ def test_an_exception_comes_back_as_itself(head: Any) -> None:
             3,
             {},
             (
-                "requested 3 workers, but the cluster has room for 2 (1 GPU for each; 2 GPU on 1"
+                "requested 3, and the cluster has room for 2 (1 GPU for each; 2 GPU on 1"
                 " node, no autoscaler)"
             ),
         ),
