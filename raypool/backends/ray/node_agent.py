@@ -98,8 +98,11 @@ class Watched:
         attempt_id, task_id = AT_HAND.unpack(os.pread(self._board, AT_HAND.size, 0))
         return attempt_id, task_id
 
-    def kill_others(self) -> list[psutil.Process]:
-        """Kill its group and descendants, without itself; return them, they may take a moment."""
+    def others(self) -> list[psutil.Process]:
+        """Return its group and descendants, without itself.
+
+        They are to be killed after it: its code would notice their end, and go on.
+        """
         others = []
         for process in psutil.process_iter():
             # its group may have outlived it
@@ -108,9 +111,6 @@ class Watched:
                     others.append(process)
         with contextlib.suppress(psutil.Error):  # it has ended
             others += self.process.children(recursive=True)
-        for other in others:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                other.kill()
         return others
 
     def freeze(self) -> None:
@@ -197,8 +197,9 @@ class NodeAgent:
     def _on_driver_gone(self) -> None:
         # at once: Ray will end this process too, and the children of workers would be left
         for watched in filter(None, self._watched.values()):
-            watched.kill_others()
+            others = watched.others()
             watched.kill()
+            kill_all(others)
         os._exit(0)
 
     # --- end of workers ---------------------------------------------------------------------------
@@ -255,15 +256,17 @@ class NodeAgent:
         if self._mps.is_up and watched.at_hand != NOTHING:
             watched.freeze()  # else its code would notice, and go on
             await asyncio.to_thread(self._mps.terminate, family(watched.pid))
-        others = watched.kill_others()
+        others = watched.others()
+        killed_at = time.monotonic()
         if watched.is_alive:
             ray.kill(watched.actor)  # else Ray would report a crash, at length
-        killed_at = time.monotonic()
-        while (
-            watched.is_alive or any(map(_lives, others))
-        ) and time.monotonic() < killed_at + GONE_TIMEOUT_S:
+        while watched.is_alive and time.monotonic() < killed_at + GONE_TIMEOUT_S:
             if time.monotonic() > killed_at + BY_ITSELF_S:
                 watched.kill()
+            await asyncio.sleep(0.005)
+        others += watched.others()  # made meanwhile
+        kill_all(others)
+        while any(map(_lives, others)) and time.monotonic() < killed_at + GONE_TIMEOUT_S:
             await asyncio.sleep(0.005)
         watched.close()
         self._telemetry.leave(watched.gpus)
@@ -367,6 +370,13 @@ async def memory_back(read: Callable[[], Awaitable[int | None]], before: int) ->
         now = await read()
         if now is None or now < used:
             used, since = now, time.monotonic()
+
+
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes; they may take a moment."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            process.kill()
 
 
 def _lives(process: psutil.Process) -> bool:
