@@ -177,11 +177,6 @@ TO_A_WORKER = (
     "A random value is drawn in a tenth of a millisecond, so a trial takes as long as its way to a"
     " worker through Ray and back. Optuna's threads send nothing."
 )
-ALONE_AT_LAST = (
-    "Once all trials have begun, only the best of a rung may go on. In eight more searches one of"
-    " them trained alone for the last 0.02 to 0.91 s, by chance; before that the workers were idle"
-    " for 10 to 23 % of the time, mostly for the 5 to 8 ms from the end of one part to the next."
-)
 OTHER_DRAWS = "The samplers draw other values."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
 
@@ -288,7 +283,6 @@ REASONS = (
         Reason("search", "a trial that does nothing, random: *", name, TO_A_WORKER)
         for name in ("ProcessPoolExecutor", "Optuna's threads")
     ),
-    Reason("search", "*: workers idle", "nothing", ALONE_AT_LAST),
     Reason("search", "*: best loss", "Tune's ASHA, actors reused", OTHER_DRAWS),
 )
 """The first that is for a line holds. What nobody has measured yet has none: the page says so."""
