@@ -104,6 +104,8 @@ def serve() -> Iterator[Callable[..., Site]]:
 def train(config: dict[str, Any]) -> dict[str, float]:
     for epoch in range(10):
         report(epoch=epoch, loss=config["lr"] / (epoch + 1))
+    if config["lr"] == 3:  # 10 MB
+        print("much\n" * 2 * 10**6)
     print("trained", config["name"])
     if config["lr"] == 2:
         raise ValueError(HOSTILE)
@@ -267,6 +269,8 @@ def test_an_ended_run_and_its_items(site: Site) -> None:
     item = site.ask(f"api/runs/{site.run}/items/3").json()
     assert item["differs_from_best"] == {"lr": [3.0, 0.0]}
     assert item["metrics"] == {"epoch": 9, "loss": 0.3}
+    assert len(item["output"]) == 100_000
+    assert "trained" in item["output"], "its end is kept"
     answer = site.ask(f"api/runs/{site.run}/act", "POST", {"action": "cancel", "item": 1})
     assert answer.status == 409
     assert b"has ended" in answer.body
