@@ -256,6 +256,7 @@ def test_an_item_that_takes_too_long_fails(
 ) -> None:
     """Once, whatever `retry_on` names; what was beside it and comes after it runs."""
     before = pool.statistics().finished
+    heard = threading.Event()  # with a report, what was printed before it has come
 
     def is_alone() -> bool:
         now = pool.statistics()
@@ -265,11 +266,13 @@ def test_an_item_that_takes_too_long_fails(
         """Let it be late only when the others have ended, which may take them long."""
         if make_pool.is_concurrent:
             assert eventually(is_alone)
+            assert heard.wait(300)
             let_time_pass(by_s)
 
     def wait(x: int) -> int:
         if x == 1:
             print("waiting")
+            report(waits=1)
             gate.wait()
         return x
 
@@ -277,7 +280,9 @@ def test_an_item_that_takes_too_long_fails(
     limited = pool.options(timeout_s=timeout_s, retries=2, retry_on=Exception)
     with ThreadPoolExecutor(1) as thread:
         late = thread.submit(be_late, 2000)
-        results = limited.parfor(wait, 3, on_error="collect", progress=False)
+        results = limited.parfor(
+            wait, 3, on_error="collect", progress=False, on_report=lambda _: heard.set()
+        )
         late.result()
     assert list(results) == [0, None, 2]
     assert {index: type(error) for index, error in results.errors.items()} == {1: TaskTimeoutError}

@@ -371,6 +371,7 @@ class RayBackend:
         if slot is None or slot.is_ending or (during is not None and during not in slot.calls):
             return
         slot.is_ending = True  # so that the driver is told once
+        slot.doomed = during
         lost = WorkerLost(worker_id, reason, was_idle)
         tell = functools.partial(self._nodes.tell_lost, lost, words, slot.claim.node_id)
         # told when nothing is left of it: its replacement needs the GPU's memory
@@ -421,7 +422,9 @@ class RayBackend:
                 None if filters is slot.filters else filters,
             )
             slot.levels, slot.filters = levels, filters
-            call = pack_call(attempt_id, parts, news, slot.is_spent, behind)
+            # the driver does not know it yet if it sends this behind the call that said so
+            is_known = slot.is_spent and behind is None
+            call = pack_call(attempt_id, parts, news, is_known, behind)
             status, values = (
                 slot.run(call.header, call.refs) if call.refs else slot.run(call.header)
             )
@@ -492,8 +495,8 @@ class RayBackend:
         self, worker_id: int, place: int, attempt_id: int, values_ref: Any, status: Any
     ) -> None:
         slot = self._by_worker.get(worker_id)
-        if slot is not None:
-            slot.calls.pop(attempt_id, None)
+        if slot is not None and not slot.take_back(attempt_id):
+            return
         if not isinstance(status, bytes):
             self._lose(worker_id, loss_reason(status), loss_text(status))
             return
@@ -585,6 +588,7 @@ class Slot:
         "actor",
         "calls",
         "claim",
+        "doomed",
         "filters",
         "is_ending",
         "is_spent",
@@ -623,7 +627,16 @@ class Slot:
         self.told_of = -1
         self.pulse: Pulse | None = None  # if its process is on this machine
         self.is_ending = False  # the worker is lost, or about to be killed
+        self.doomed: int | None = None  # the call for which it is killed
         self.is_spent = False  # the worker is to be replaced, and has said so
+
+    def take_back(self, attempt_id: int) -> bool:
+        """Note that a call has come back; return whether it counts.
+
+        It does not if its worker is about to be killed for it: the worker is lost.
+        """
+        self.calls.pop(attempt_id, None)
+        return attempt_id != self.doomed
 
     def take_stale(self) -> list[int]:
         """Return the functions that the worker is to forget now; the caller tells it."""
