@@ -176,7 +176,10 @@ def score_of(value: Any) -> float | None:
 
 
 class BestTrial(NamedTuple):
-    """The best trial of a search: its number, its configuration, its score and its value."""
+    """The best trial of a search: its number, its configuration, its score and its value.
+
+    A trial that was cancelled has the value of its last part that ended, and its last score.
+    """
 
     number: int
     config: dict[str, Any]
@@ -743,10 +746,15 @@ class Search(LoopRun):
         elif trial.state == "running" and kept is not None:
             self._end_part(trial, kept.value, kept.error)
         elif kept is not None and kept.error is None:
-            trial.score = self._score(kept.value, trial)
-            if trial.score is not None:
-                self._note_score(trial.score)
-                self._note_best(trial, trial.score)
+            self._recall(trial, kept.value)
+
+    def _recall(self, trial: Trial, value: Any) -> None:
+        """Let a trial that Optuna was told of in an earlier call count."""
+        if trial.score is None or not math.isfinite(trial.score):
+            trial.score = self._score(value, trial)
+        if trial.score is not None:
+            self._note_score(trial.score)
+            self._note_best(trial, trial.score)
 
     def _has_paused(self, trial: Trial, saved_at: float, reported_at: float) -> bool:
         """Whether an interrupted trial saved a checkpoint after the last epoch before a rung."""
@@ -767,11 +775,14 @@ class Search(LoopRun):
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
         levels = self._rungs.levels if self._rungs is not None else []
+        told = trial.score
         for report in reports:
             value = self._note_report(report)
             if value is not None:
                 num_reached = bisect(levels, trial.epochs) - len(trial.at_rungs)
                 trial.at_rungs += [self._good(value)] * num_reached
+        if told is not None:  # a cancelled trial may have reported more after it was told
+            trial.score, trial.epochs = told, trial.noted_epochs
 
     @staticmethod
     def _place(trial: Trial, rungs: Rungs | Members, *, is_interrupted: bool) -> None:
@@ -806,6 +817,8 @@ class Search(LoopRun):
         trial.rung = frozen.user_attrs.get(RUNG, 0)
         if is_told:
             trial.state, trial.handle = STATES[frozen.state.name], None
+            if frozen.value is not None and math.isfinite(frozen.value):
+                trial.score = frozen.value
             if trial.state == "pruned":
                 self._num_pruned[self._rule] += 1
             elif trial.state == "failed" and self._members is not None:
@@ -1158,7 +1171,7 @@ class Search(LoopRun):
         (index,) = self._work.numbers(Slice(self._task_id, part, part + 1, 1))
         trial = self.trials[index]
         if trial.stopped_by:
-            self._end_part(trial, None, None)
+            self._end_part(trial, None, None, is_cancelled=True)
             return
         self._num_ended += 1
         self._early.discard(index)
@@ -1166,12 +1179,14 @@ class Search(LoopRun):
         if self._members is not None:
             self._members.leave(index)
 
-    def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
+    def _end_part(
+        self, trial: Trial, value: Any, error: BaseException | None, is_cancelled: bool = False
+    ) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call
         trial.is_again = False
         if trial.index in self._early:
             self._early.remove(trial.index)
-            if trial.epochs >= trial.until:  # it was there before it was cancelled
+            if not is_cancelled and trial.stopped_by == self._rule:  # it ended by itself before
                 trial.stopped_by = ""
         if isinstance(error, POOL_ENDED):
             raise error
@@ -1194,13 +1209,14 @@ class Search(LoopRun):
             return
         good = self._note_score(trial.score)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
-        if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
+        is_there = trial.until <= trial.epochs and not is_cancelled
+        if self._rungs is not None and is_there and trial.epochs < self._rungs.levels[-1]:
             trial.state = "waiting"
             self._waiting.add(trial.number)
             self._pass_to_study(trial, self._sign * good)
             self._rungs.reach(trial.index, trial.rung, good)
         else:
-            if isinstance(self._rungs, Rungs) and trial.until <= trial.epochs:
+            if isinstance(self._rungs, Rungs) and is_there:
                 self._rungs.reach(trial.index, trial.rung, good, is_waiting=False)
             self._tell(trial, "pruned" if trial.stopped_by else "complete")
         self._note_best(trial, trial.score)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from raypool import (
     InvalidTypeError,
     InvalidValueError,
     JournalError,
+    MetricsReport,
     ParallelPool,
     PoolPreemptedError,
     current_task,
@@ -134,44 +136,93 @@ def test_halving_continues_the_best_from_their_checkpoints(
 
 @pytest.mark.concurrent
 def test_a_waiting_trial_continues_where_a_worker_would_be_idle(
-    pool: ParallelPool, marks: Marks, tmp_path: Path, make_gate: Callable[[], Gate]
+    pool: ParallelPool, tmp_path: Path, make_gate: Callable[[], Gate]
 ) -> None:
     """One of three is to be trained to the end. The next best goes on beside it, without end here,
-    and the search does not wait for it.
+    and the search does not wait for it. What it reported counts, also in a later call.
     """
     gate = make_gate()
 
-    def train(config: dict[str, Any]) -> None:
+    def train(config: dict[str, Any]) -> dict[str, float]:
         if load_checkpoint() is None:
             report(epoch=0, accuracy=config["x"])
             save_checkpoint(1)
-            return
+            return {"accuracy": config["x"]}
         if config["x"] == 0.9:
             gate.wait()
-            report(epoch=2, accuracy=0.9)
-            return
-        marks.add(str(config["x"]))
-        gate.open()
-        while True:
+        report(epoch=2, accuracy=config["x"] + 0.05)
+        while config["x"] == 0.5:
             pass
+        return {"accuracy": config["x"] + 0.05}
+
+    def follow(report: MetricsReport) -> None:
+        if report.metrics["accuracy"] == 0.55:
+            gate.open()
 
     study = optuna.create_study(direction="maximize")
     for x in (0.9, 0.5, 0.1):
         study.enqueue_trial({"x": x})
-    found = pool.search(
-        train,
-        {"x": SPACE["x"]},
-        metric="accuracy",
-        num_trials=3,
-        max_in_flight=2,
-        study=study,
-        stop=search.halving(max_epochs=3),
-        run_dir=tmp_path,
-    )
+
+    def call() -> SearchResults:
+        return pool.search(
+            train,
+            {"x": SPACE["x"]},
+            metric="accuracy",
+            num_trials=3,
+            max_in_flight=2,
+            study=study,
+            stop=search.halving(max_epochs=3),
+            run_dir=tmp_path,
+            on_report=follow,
+        )
+
+    found = call()
+    again = call()
+    columns = ["trial", "state", "accuracy", "epochs", "x"]
+    told, kept = (each.to_frame()[columns] for each in (found, again))
+    assert kept.equals(told)
+    assert again.summary == found.summary
     frame = found.to_frame().set_index("x")
     assert frame["state"].to_dict() == {0.9: "complete", 0.5: "pruned", 0.1: "pruned"}
-    assert frame["epochs"].to_dict() == {0.9: 3, 0.5: 1, 0.1: 1}
-    assert marks.all() == ["0.5"]
+    assert frame["accuracy"].to_dict() == {0.9: 0.9 + 0.05, 0.5: 0.55, 0.1: 0.1}
+    assert frame["epochs"].to_dict() == {0.9: 3, 0.5: 3, 0.1: 1}
+
+
+@pytest.mark.concurrent
+def test_a_halving_that_has_ended_is_the_same_when_it_is_called_again(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    """A trial that is cancelled at the end may report more after Optuna was told of it."""
+
+    def train(config: dict[str, Any]) -> dict[str, float]:
+        accuracy = 0.0
+        for epoch in range(load_checkpoint() or 0, 9):
+            time.sleep(0.001)  # an epoch
+            accuracy = config["x"] * (epoch + 1)
+            report(epoch=epoch, accuracy=accuracy)
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+        return {"accuracy": accuracy}
+
+    def call(number: int) -> SearchResults:
+        return pool.search(
+            train,
+            {"x": SPACE["x"]},
+            metric="accuracy",
+            num_trials=9,
+            stop=HALVING,
+            run_dir=tmp_path / str(number),
+        )
+
+    for number in range(3):
+        found, again = call(number), call(number)
+        assert again.best == found.best
+        assert again.best.value == {"accuracy": again.best.score}
+        columns = ["trial", "state", "accuracy", "epochs", "x"]
+        kept = load_results(tmp_path / str(number)).to_frame()[columns]
+        assert kept.equals(found.results.to_frame()[columns])
+        assert kept.equals(again.results.to_frame()[columns])
 
 
 def test_a_sampler_learns_from_trials_that_wait(pool: ParallelPool, tmp_path: Path) -> None:
