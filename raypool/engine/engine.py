@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from raypool.backends.base import Backend, Post
 from raypool.channel.constants import discard
 from raypool.channel.hub import Hub
-from raypool.channel.records import Function, WorkerInfo, function_name
+from raypool.channel.records import Function, Refusal, WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import Traffic
 from raypool.channel.users_code import Project, generators_of
@@ -267,8 +267,9 @@ class Engine:
             raise self.driver.crash_error()
         needed = len(places) if least is None else least
         if len(places) - len(failed) < needed:
+            place, why = next(iter(failed.items()))
             logs = None
-            if self.profile.backend == "ray":
+            if self.profile.backend == "ray" and not isinstance(why, Refusal):
                 from raypool.backends.ray.session import keep_logs
 
                 kept = keep_logs()
@@ -277,7 +278,6 @@ class Engine:
                     if kept is None
                     else f"the logs of Ray in {kept}"
                 )
-            place, why = next(iter(failed.items()))
             raise StartupError(explanations.not_started(len(failed), len(places), place, why, logs))
         self.driver.arrivals.let_go(failed)  # they are tried again: what becomes of that is news
         for place, why in failed.items():

@@ -125,7 +125,7 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
     """Run a user's first session."""
     code = """
     import numpy as np
-    from raypool import parpool
+    from raypool import StartupError, WorkerResources, parpool
 
     def talk(i):
         print("from a worker", i)
@@ -161,14 +161,21 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         failing = pool.parfeval(lambda: 1 / 0)
         pool.options(worker=0).parfeval(os._exit, 1).exception()
     facts["is Ray left"] = ray.is_initialized()
-    facts["are its files left"] = files.exists()
+    facts["are its files left"] = [files.exists()]
     facts["values"] = [int(array.sum()) for array in fetched] + [int(held.result()[-1]), str(failing.exception())]
     deadline = time.monotonic() + 300  # Ray does not wait for all that it kills
     while len(children := of_children(psutil.Process.cmdline)) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     facts["children"] = [Path(word).name for words in children for word in words[1:2]]
-    with parpool(1, quiet=True) as pool:
+    half = {"quiet": True, "resources": WorkerResources(cpus=0.5)}
+    with parpool(1, **half) as pool:
         facts["again"] = list(pool.parfor(abs, [-1]))
+        try:
+            parpool(1, setup=lambda: 1 / 0, **half)
+        except StartupError as error:
+            facts["setup"] = str(error)
+        later = Path(ray._private.worker._global_node.get_session_dir_path())
+    facts["are its files left"] += [files.exists(), later.exists()]
     facts["values"] += [int(array.sum()) for array in fetched]
     print(json.dumps(facts))
     """
@@ -247,7 +254,8 @@ def test_what_watches_over_it_holds_nobodys_output(first: Any) -> None:
 def test_its_files_are_this_users_and_go_with_it(first: Any) -> None:
     facts, _ = first
     assert facts["files"][1] == 0o700, facts["files"]
-    assert facts["are its files left"] is False
+    assert "division by zero" in facts["setup"]
+    assert facts["are its files left"] == [False] * 3, "also after another Ray, and a failed setup"
 
 
 def test_values_outlive_the_ray_that_made_them(first: Any) -> None:

@@ -586,7 +586,7 @@ def _connect(
                 "num_gpus": num_gpus,
                 "include_dashboard": False,
                 "_temp_dir": str(_files[0]),
-                "_system_config": LATE_NEWS,
+                "_system_config": dict(LATE_NEWS),  # Ray writes into it
             }
             with without_helpers(), _not_a_task():
                 _init_kept(ray, options)
