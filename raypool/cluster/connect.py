@@ -250,6 +250,13 @@ def _check_node(address: str) -> None:
         )
 
 
+FATAL_FOR_RAY = (
+    ("PYTHONOPTIMIZE", "2", "-OO"),
+    ("PYTHONWARNINGS", "error", "-W error"),
+)
+"""Variables with which Ray's agents end at once, and the options of Python that do them no harm."""
+
+
 def not_started(address: str | None, error: Exception) -> StartupError:
     """Return the error for a Ray that did not start, or refused this process; `error` is Ray's."""
     where = address or "this machine"
@@ -261,7 +268,18 @@ def not_started(address: str | None, error: Exception) -> StartupError:
             " match, and Python's in the first two numbers: make an environment with the"
             " cluster's versions."
         )
-    return StartupError(f"Ray could not be started or reached at {where}: {error}")
+    step = ""
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of `os.getcwd`
+        step = " The current folder has been deleted: change to another."
+    elif "AF_UNIX path" in str(error):
+        step = " Set RAY_TMPDIR to a folder with a shorter path."
+    elif address is None:
+        for name, value, option in FATAL_FOR_RAY:
+            if value in os.environ.get(name, ""):
+                step = f" Its processes end with {name}={os.environ[name]}: use python {option}."
+    return StartupError(
+        f"Ray could not be started or reached at {where}: {str(error).rstrip('.')}.{step}"
+    )
 
 
 # --- token of our own clusters --------------------------------------------------------------------

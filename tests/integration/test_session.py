@@ -425,11 +425,39 @@ def test_ray_does_not_come_up(run_python: Run) -> None:
     except StartupError as error:
         print(json.dumps({"error": str(error)}))
     """
-    facts, _ = session(run_python, code)
+    facts, _ = session(run_python, code, PYTHONOPTIMIZE="2")
     assert (
         "could not be started or reached at this machine: The current node timed out"
         in facts["error"]
     )
+    assert "PYTHONOPTIMIZE=2: use python -OO." in facts["error"]
+
+
+def test_ray_starts_once_what_was_in_its_way_is_gone(run_python: Run) -> None:
+    code = """
+    import tempfile
+    from raypool import parpool, StartupError
+    errors = []
+    def fail():
+        try:
+            parpool(1)
+        except StartupError as error:
+            errors.append(str(error))
+    files = os.environ["RAY_TMPDIR"]
+    os.chdir(tempfile.mkdtemp())
+    Path.cwd().rmdir()
+    fail()
+    os.chdir("/")
+    os.environ["RAY_TMPDIR"] = files + "/long" * 20
+    fail()
+    os.environ["RAY_TMPDIR"] = files
+    with parpool(1) as pool:
+        print(json.dumps([*errors, pool.parfeval(abs, -1).result()]))
+    """
+    (deleted, long, value), _ = session(run_python, code)
+    assert "The current folder has been deleted" in deleted
+    assert "Set RAY_TMPDIR" in long
+    assert value == 1
 
 
 def test_a_home_that_cannot_be_written(run_python: Run) -> None:

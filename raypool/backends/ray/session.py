@@ -592,6 +592,7 @@ def _connect(
                 _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
+        _shut_down(())  # what has started: else the next `parpool` would join it
         raise connect.not_started(address, error) from error
     if address is not None and address.startswith(CLIENT):
         from raypool.backends.ray import client as outside
