@@ -2,8 +2,8 @@
 
 The workers are processes on this machine, more of them than cores: their items sleep for 0.2 s, so
 that only the driver and Ray need a processor. The driver's share is the processor's time of its
-whole process, Ray's threads included, divided by the time of the loop. An item of 0.2 s has a call
-of its own, and each answer is one event. The simulation (`two_level.py`, one driver) takes the time
+whole process, Ray's threads included, divided by the time of the loop. Each item of 0.2 s is sent in
+a separate call, and each answer is one event. The simulation (`two_level.py`, one driver) uses the time
 of a call that was measured here. What this means for more workers is in
 docs/internals/benchmarks.md.
 """

@@ -1,7 +1,7 @@
 """The live page of a sweep: how soon it is there, what it costs the driver, and whether its memory
 stays flat.
 
-The sweep runs on Ray, in a process of its own: 200 items with 1,000 reports of five metrics each.
+The sweep runs on Ray in a separate process: 200 items with 1,000 reports of five metrics each.
 The last two go on reporting ten times a second while they are watched, each from one of two
 workers. Each page has a new server, so all reports are read again. The driver's share of a core is
 its processor time while a page is open, less that of as long a time without one. Memory is the
