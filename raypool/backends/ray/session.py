@@ -53,7 +53,10 @@ LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
 1 s and then speaks of a machine that does not answer; a busy one may need longer.
 """
 
-RAYS_THREAD = "worker.io"
+RAYS_THREAD = b"worker.io"
+
+LOOKS = 20
+"""How often to look for that thread: the kernel's list can lack one while another one ends."""
 
 CLIENT_TRIES = 3
 """How often connecting to Ray Client is tried."""
@@ -251,7 +254,9 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 def is_forked() -> bool:
     """Whether this process was forked from one connected to Ray: any question to Ray hangs then."""
-    return _has_forked or (_is_initialized() and _lacks_threads())
+    global _has_forked
+    _has_forked = _has_forked or (_is_initialized() and _lacks_threads())
+    return _has_forked
 
 
 def _lacks_threads() -> bool:
@@ -259,10 +264,15 @@ def _lacks_threads() -> bool:
     # 2.60 has; Ray Client has no such thread
     if _client() is not None:
         return False
-    with contextlib.suppress(OSError):  # Linux only
-        names = Path("/proc/self/task").glob("*/comm")
-        return all(name.read_text().strip() != RAYS_THREAD for name in names)
-    return False
+    for _ in range(LOOKS):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended
+            tasks = Path("/proc/self/task")
+            if not tasks.is_dir():
+                return False  # Linux only
+            if any(name.read_bytes().strip() == RAYS_THREAD for name in tasks.glob("*/comm")):
+                return False
+        time.sleep(0.01)
+    return True
 
 
 def _client() -> Any:
