@@ -100,5 +100,13 @@ MATLAB = {
 }
 """MATLAB's names and their counterparts, as in the table of docs/matlab.md."""
 
-METHODS = {"get": "f.result(timeout)", "apply_async": "pool.parfeval(fn, *args)"}
+METHODS = {
+    "apply_async": "pool.parfeval(fn, *args)",
+    "close": "pool.shutdown()",
+    "get": "f.result(timeout)",
+    "imap_unordered": "as_completed(futures)",
+    "join": "pool.shutdown()",
+    "starmap": "pool.map(fn, *columns)",
+    "terminate": "pool.delete()",
+}
 """Methods of other libraries' futures and pools, and their counterparts."""

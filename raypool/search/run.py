@@ -595,6 +595,7 @@ class Search(LoopRun):
         self._held: list[tuple[Future[None], Trial]] = []  # until its copies are made
         self._waiting: set[int] = set()  # numbers of trials that wait at a rung
         self._early: set[int] = set()  # running trials that were promoted early
+        self._has_warned = False  # that a trial repeats epochs
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
         self._began_at = time.monotonic()
@@ -1074,6 +1075,8 @@ class Search(LoopRun):
         trial = self.trials[report.item]
         # after it was cancelled and told, its last reports may still come
         value = self._note_report(report) if trial.state == "running" else None
+        if value is not None and not self._has_warned:
+            self._warn_of_repeats(trial, report.metrics)
         if trial.epochs == trial.until:
             self._work.write_reports()  # before it saves the checkpoint at which it pauses
         if value is not None and not trial.stopped_by:
@@ -1081,6 +1084,22 @@ class Search(LoopRun):
             self._end_early()
         if self._options.on_report is not None:
             self._options.on_report(report)
+
+    def _warn_of_repeats(self, trial: Trial, metrics: dict[str, Any]) -> None:
+        if self._rungs is None or trial.rung == 0 or trial.is_again:
+            return
+        paused_after = int(self._rungs.levels[trial.rung - 1])
+        if epochs_of(metrics, paused_after + 1) <= paused_after:
+            self._has_warned = True
+            logger.warning(
+                "Trial %d of %s paused after epoch %d and now reports epoch %d: it trains these"
+                " epochs again. Call save_checkpoint(...) when current_task().should_stop is true,"
+                " and start from load_checkpoint().",
+                trial.number,
+                self._work.label,
+                paused_after - 1,
+                metrics["epoch"],
+            )
 
     def _note_report(self, report: MetricsReport) -> float | None:
         trial = self.trials[report.item]

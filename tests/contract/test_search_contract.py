@@ -134,6 +134,30 @@ def test_halving_continues_the_best_from_their_checkpoints(
     assert kept["started_at"].equals(now["started_at"])
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_trial_that_pauses_without_a_checkpoint_causes_one_warning(
+    pool: ParallelPool, tmp_path: Path, caplog: pytest.LogCaptureFixture, saves: bool
+) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, accuracy=config["x"])
+            if current_task().should_stop:
+                if saves:
+                    save_checkpoint(epoch + 1)
+                return
+
+    caplog.set_level("WARNING", "raypool")
+    pool.search(train, SPACE, metric="accuracy", num_trials=9, stop=HALVING, run_dir=tmp_path)
+    if saves:
+        assert not caplog.messages
+    else:
+        (warning,) = caplog.messages
+        assert (
+            "paused after epoch 0 and now reports epoch 0: it trains these epochs again" in warning
+        )
+        assert "save_checkpoint" in warning
+
+
 @pytest.mark.concurrent
 def test_a_waiting_trial_continues_where_a_worker_would_be_idle(
     pool: ParallelPool, tmp_path: Path, make_gate: Callable[[], Gate]

@@ -144,6 +144,7 @@ def test_names_of_other_libraries() -> None:
             (pool, "NumWorkers", "pool.num_workers"),
             (future, "State", "f.state"),
             (future, "get", "f.result(timeout)"),
+            (pool, "close", "pool.shutdown()"),
         ):
             with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{re.escape(here)}"):
                 getattr(owner, name)
