@@ -83,7 +83,7 @@ class Outbox:
         self._number = 0
         self._taking = threading.Lock()  # the thread and `flush` take batches, by number
         self._gets_through = True
-        self._sending = b""  # the batch that the thread sends
+        self._sending = 0, b""  # the batch that the thread sends, with its number
         self._is_here = True  # not in a forked child, which has no such thread
         self._closed = threading.Event()
         _outboxes.add(self)
@@ -150,20 +150,20 @@ class Outbox:
         with self._taking:
             return self._take()
 
-    def answer(self) -> tuple[int, bytes, bytes]:
-        """Do the same, and return the batch before, too, if that is short and on its way."""
+    def answer(self) -> list[tuple[int, bytes]]:
+        """Do the same; before it, return the batch that the thread sends, if it is short."""
         # They travel with the answer to a call: so a short task that reports costs no message, and
         # none of its reports is lost if this process is killed right after the answer.
         with self._taking:
-            before = self._sending if len(self._sending) <= MAX_AGAIN_BYTES else b""
-            return *self._take(), before
+            sent = [self._sending] if 0 < len(self._sending[1]) <= MAX_AGAIN_BYTES else []
+            return [*sent, self._take()]
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was added has arrived: this process may be about to end."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._taking:
-                if self._entries.empty() and not self._sending:
+                if self._entries.empty() and not self._sending[1]:
                     return
             time.sleep(LOOK_AGAIN_S)
 
@@ -200,11 +200,10 @@ class Outbox:
                 time.sleep(LINE_S)
             self._is_resting = False
             with self._taking:
-                number, batch = self._take()
-                self._sending = batch
+                number, batch = self._sending = self._take()
             if batch:
                 self._deliver(number, batch)
-                self._sending = b""
+                self._sending = 0, b""
                 self._closed.wait(INTERVAL_S)
 
     def _deliver(self, number: int, batch: bytes) -> None:

@@ -95,9 +95,18 @@ def test_what_is_left_goes_with_the_answer(
 
 def test_what_is_on_its_way_goes_with_the_answer_again(held: Outbox) -> None:
     held.send("queue", "key", b"2")
-    number, rest, before = held.answer()
-    assert number == 2
-    assert [pickle.loads(batch)[0][2] for batch in (before, rest)] == [b"0", b"2"]
+    assert [(number, pickle.loads(batch)[0][2]) for number, batch in held.answer()] == [
+        (1, b"0"),
+        (2, b"2"),
+    ]
+
+
+def test_what_is_on_its_way_keeps_its_number(held: Outbox) -> None:
+    """When another thread has taken the batch after it, too: else it would replace that one."""
+    held.send("queue", "key", b"2")
+    held.flush()
+    (number, _), newest = held.answer()
+    assert (number, newest) == (1, (2, b""))
 
 
 def test_shares_batches_and_keeps_the_order(held: Outbox) -> None:

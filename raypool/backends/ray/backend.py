@@ -502,12 +502,9 @@ class RayBackend:
             return
         answer = CallAnswer._make(pickle.loads(status))
         self._traffic.add(place, answer.fetched_bytes, len(status))
-        number, batch, before = answer.said
-        catch_up = None
-        if number:  # it has said something, now or before
-            self._hub.deliver(worker_id, number - bool(batch), before)
+        for number, batch in answer.said:
             self._hub.deliver(worker_id, number, batch)
-            catch_up = self._hub.waiter(worker_id, number)
+        catch_up = self._hub.waiter(worker_id, number)
         values: Values
         if answer.header is None:
             values = StoredValues(values_ref, functools.partial(self._traffic.add, place, 0))

@@ -128,7 +128,7 @@ class CallAnswer(NamedTuple):
 
     Attributes:
         slices: Their outcomes, from `pack_results`.
-        said: The newest reports and printed text, with their number; those before, if on their way.
+        said: The newest batch of reports and output, with its number; before it, one on its way.
         fetched_bytes: How much was read from the object store.
         load: The load of a shared GPU.
         header: The values, if they are small.
@@ -138,7 +138,7 @@ class CallAnswer(NamedTuple):
     """
 
     slices: list[Sendable]
-    said: tuple[int, bytes, bytes]
+    said: list[tuple[int, bytes]]
     fetched_bytes: int
     load: GpuLoad | None
     header: bytes | None
