@@ -736,7 +736,14 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         finally:
             ticking.cancel()
 
+    def heed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if tasks and isinstance(context.get("exception"), TaskCancelled):
+            tasks[0].cancel()  # it came while the loop ran a callback, and goes no further
+        else:
+            loop.default_exception_handler(context)
+
     with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(heed)
         try:
             return runner.run(main())
         except TaskCancelled:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raypool import InvalidTypeError, ParallelPool, TaskTimeoutError, current_task
+from raypool.errors import TaskCancelled
 
 pytestmark = pytest.mark.everywhere
 
@@ -84,6 +85,22 @@ def test_one_that_waits_or_computes_is_stopped(
     with pytest.raises(TaskTimeoutError):
         pool.options(timeout_s=0.1).parfeval(train).result(300)
     assert eventually(lambda: marks.count("tidied up") == marks.count("begun"))
+
+
+@pytest.mark.semantics
+@pytest.mark.threads
+def test_an_interruption_within_a_callback_of_the_loop_arrives(pool: ParallelPool) -> None:
+    """The loop lets no other exception than Python's own out of a callback."""
+
+    def interrupt() -> None:
+        raise TaskCancelled
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(interrupt)
+        await asyncio.sleep(600)
+
+    with pytest.raises(asyncio.CancelledError):
+        pool.parfeval(work).result(300)
 
 
 @pytest.mark.concurrent
