@@ -37,8 +37,8 @@ def rate(count: int, seconds: float) -> str:
     """Return the rate per second, minute or hour.
 
     Example:
-        >>> rate(12_000, 8), rate(30, 60), rate(1, 7200), rate(5, 0)
-        ('1,500/s', '30/min', '0.5/h', '')
+        >>> rate(12_000, 8), rate(997, 10), rate(30, 60), rate(1, 7200), rate(5, 0)
+        ('1,500/s', '100/s', '30/min', '0.5/h', '')
     """
     if seconds <= 0:
         return ""
@@ -46,7 +46,7 @@ def rate(count: int, seconds: float) -> str:
         if count / seconds * length_s >= 1 or unit == "h":
             break
     number = count / seconds * length_s
-    return f"{number:,.0f}/{unit}" if number >= 100 else f"{number:.2g}/{unit}"
+    return f"{number:,.0f}/{unit}" if number >= 99.5 else f"{number:.2g}/{unit}"
 
 
 def gibibytes(used: int, total: int | None) -> str:
