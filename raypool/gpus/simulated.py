@@ -141,9 +141,7 @@ class SimulatedGpus:
     def allocator(self) -> SimulatedAllocator:
         """Return this process's allocator."""
         key = str(self._folder), os.getpid()  # a forked child has allocated nothing
-        if key not in _allocators:
-            _allocators[key] = SimulatedAllocator(self)
-        return _allocators[key]
+        return _allocators.get(key) or _allocators.setdefault(key, SimulatedAllocator(self))
 
     def held_by_process(self, index: int) -> dict[int, Held]:
         """Return each process's part of a GPU."""

@@ -55,8 +55,8 @@ LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
 
 RAYS_THREAD = b"worker.io"
 
-LOOKS = 20
-"""How often to look for that thread: the kernel's list can lack one while another one ends."""
+TRIES = 20
+"""How often to try, 10 ms apart, what other threads and processes may thwart meanwhile."""
 
 CLIENT_TRIES = 3
 """How often connecting to Ray Client is tried."""
@@ -264,8 +264,8 @@ def _lacks_threads() -> bool:
     # 2.60 has; Ray Client has no such thread
     if _client() is not None:
         return False
-    for _ in range(LOOKS):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended
+    for _ in range(TRIES):  # the kernel's list can lack a thread while another one ends
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             tasks = Path("/proc/self/task")
             if not tasks.is_dir():
                 return False  # Linux only
@@ -335,7 +335,11 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                 _ended.set()
                 if _files is not None:
                     (folder, held), _files = _files, None
-                    shutil.rmtree(folder, ignore_errors=True)
+                    for _ in range(TRIES):  # a process that still ends may write into it
+                        shutil.rmtree(folder, ignore_errors=True)
+                        if not folder.exists():
+                            break
+                        time.sleep(0.01)
                     os.close(held)
                 _release_allocation()
         elif _users <= 0:
