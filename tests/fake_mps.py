@@ -75,6 +75,7 @@ def daemon() -> None:
             with connection:
                 command = connection.recv(1000).decode().strip()
                 if command.startswith("quit") and mode() != "stubborn":
+                    log("quit")
                     break
                 connection.sendall(answer(command, servers).encode())
     for pid in servers:

@@ -38,7 +38,7 @@ def in_a_shell(command: str, home: Path) -> str:
         env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=True,
     )
     return done.stdout

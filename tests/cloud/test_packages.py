@@ -51,7 +51,7 @@ FIRST = """
 import raypool
 if __name__ == "__main__":
     print(raypool.__file__)
-    with raypool.parpool(2, quiet=True) as pool:
+    with raypool.parpool(2, quiet=True, start_timeout_s=300) as pool:
         print(list(pool.parfor(lambda x: x * x, range(4))))
 """
 
@@ -72,7 +72,11 @@ def init(*words: str) -> str:
 
 def run_as_ray_does(command: str, home: Path) -> str:
     words = ["bash", "--login", "-c", "-i", f"source ~/.bashrc; ({command})"]
-    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    environment = {
+        "HOME": str(home),
+        "PATH": "/usr/bin:/bin",
+        "RAY_raylet_start_wait_time_s": "300",  # beside other tests
+    }
     done = subprocess.run(
         words, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

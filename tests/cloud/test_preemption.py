@@ -137,6 +137,7 @@ class Node:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gce, "look_s", 0.01)
     monkeypatch.setattr(Ec2, "look_s", 0.01)
+    monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 60.0)
 
 
 def steps(metadata: FakeMetadata, *changes: Callable[[], None]) -> Callable[[], bool]:

@@ -91,7 +91,10 @@ CAN_UNSHARE = subprocess.run(["unshare", "-Urn", "true"], capture_output=True).r
 
 # A network and processes of its own: its Ray is nobody else's, and ends with it.
 MACHINE = ["unshare", "-Urn", "--pid", "--fork", "--mount-proc", "--kill-child"]
-POOL = "import raypool; print(list(raypool.parpool(2, quiet=True).parfor(abs, [-1, -2])))"
+POOL = (
+    "import raypool; pool = raypool.parpool(2, quiet=True, start_timeout_s=300);"
+    " print(list(pool.parfor(abs, [-1, -2])))"
+)
 
 
 @pytest.mark.ci
@@ -111,6 +114,7 @@ def test_what_it_runs_ends_in_a_pool(home: Path) -> None:
         "HOME": str(home),
         "PATH": os.environ["PATH"],
         "RAY_AUTH_TOKEN": "a" * 64,
+        "RAY_raylet_start_wait_time_s": "300",  # beside other tests
         "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NUM_NODES": "1",

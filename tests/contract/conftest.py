@@ -38,7 +38,7 @@ START_S = 300.0
 """How long a worker on Ray may take to come up: a process that imports much, beside others."""
 
 LIMITS = ("channel.hub.CATCH_UP_S", "channel.capture.WAIT_S", "backends.local.TEARDOWN_TIMEOUT_S")
-LIMITS_ON_RAY = ("backend.WIND_UP_TIMEOUT_S", "agents.FINISH_TIMEOUT_S")
+LIMITS_ON_RAY = ("backend.WIND_UP_TIMEOUT_S", "agents.FINISH_TIMEOUT_S", "claims.SILENT_S")
 """How long a pool waits for what nearly always comes at once: not long enough for a machine that
 has much else to do.
 """

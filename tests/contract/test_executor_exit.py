@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 BEGIN = """
-import time
+import logging, time
 from pathlib import Path
 from raypool import parpool
 from raypool.engine import engine
@@ -21,7 +21,9 @@ def touch(path):
     time.sleep(0.1)
     Path(path).touch()
 
+logging.getLogger("raypool").setLevel(logging.ERROR)  # it may wait for a busy Ray, and say so
 pool = parpool(1, profile={profile!r}, quiet=True, start_timeout_s=300)
+logging.getLogger("raypool").setLevel(logging.NOTSET)
 pool.submit(abs, -1).result()  # the worker is up: the time that is waited at the end is for the tasks
 pool.submit(touch, "{folder}/first")
 pool.submit(touch, "{folder}/second")

@@ -106,7 +106,7 @@ def test_verbose_asks_for_lines_about_the_progress(
     Parallel(verbose=1)(delayed(square)(x) for x in range(4))
     assert "raypool: square: 4 of 4 done, " in capsys.readouterr().err
     generator = Parallel(verbose=1, batch_size=1, return_as="generator")(
-        delayed(square if x < 3 else refuse)(x) for x in range(4)
+        [delayed(square if x < 3 else refuse)(x) for x in range(4)]  # it has a length
     )
     with pytest.raises(Refused):
         list(generator)

@@ -96,7 +96,9 @@ def test_it_grows_with_n_jobs_and_never_shrinks() -> None:
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("ray_session", "by_value")
-def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
+def test_on_ray_it_grows_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it does without a claim that comes late
+    monkeypatch.setattr("raypool.backends.ray.claims.SETTLE_S", 300.0)
     with parallel_config(
         "raypool", quiet=True, resources=WorkerResources(gpus=0), start_timeout_s=300
     ) as config:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ def test_items_are_stopped_cancelled_put_first_and_run_again(
     assert watcher.ask("cancel", 7) == "done"
     assert watcher.ask("stop", 0) == "done"
     assert watcher.runs(1, 3, 8)
+    assert poll(lambda: marks.count(8), 300)  # it was sent, and now it has begun
     assert watcher.ask("cancel", 8) == "done"
     assert watcher.runs(1, 3, 4)
     assert watcher.ask("rerun", 2) == "done"
@@ -333,7 +335,8 @@ def test_a_mistake_in_the_watching_leaves_the_loop_alone(
     function = waiter(marks, gate)
     loop = start(lambda: pool.parfor(function, [0, 1, 3], run_dir=watcher.run_dir))
     assert watcher.runs(0, 1, 2)
-    monkeypatch.setattr(json, "dumps", None)
+    broken = SimpleNamespace(dumps=None, loads=json.loads)
+    monkeypatch.setattr("raypool.journal.live.json", broken)
     assert poll(lambda: want(watcher.run_dir) or "cannot be watched" in caplog.text, 300)
     monkeypatch.undo()
     gate.open()

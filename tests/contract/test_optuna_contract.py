@@ -70,6 +70,8 @@ def test_objectives_run_unchanged(pool: ParallelPool) -> None:
     assert states(study) == {TrialState.COMPLETE: 8}
 
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for classifier in ("svc", "forest"):
+        study.enqueue_trial({"classifier": classifier})
     optimize(study, conditional, 10, pool=pool)
     assert {len(trial.params) for trial in study.trials} == {2, 3}
     assert all(

@@ -87,7 +87,7 @@ def test_live_curves_from_four_trainings(pool: ParallelPool, gate: Any, eventual
 
 @pytest.mark.concurrent
 def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(
-    pool: ParallelPool, gate: Any
+    pool: ParallelPool, patience: None, gate: Any
 ) -> None:
     queue: DataQueue[str] = DataQueue()
 

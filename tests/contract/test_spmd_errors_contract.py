@@ -243,7 +243,9 @@ def test_its_future_cannot_be_waited_for_in_a_callback(
 
 @pytest.mark.arguments
 @pytest.mark.processes
-def test_its_time_is_up(pool: ParallelPool) -> None:
+def test_its_time_is_up(pool: ParallelPool, make_pool: Any) -> None:
+    timeout_s = 10 if make_pool.is_in_processes else 5  # the others have to be in the barrier
+
     def fn(context: Any) -> None:
         if context.rank == 2:
             for _ in range(6000):
@@ -252,9 +254,9 @@ def test_its_time_is_up(pool: ParallelPool) -> None:
 
     with pytest.raises(
         SpmdError,
-        match=r"had not ended after timeout_s=5: rank 2 was at .*; ranks 0 and 1 waited in barrier",
+        match=rf"had not ended after timeout_s={timeout_s}: rank 2 was at .*; ranks 0 and 1 waited in barrier",
     ) as late:
-        pool.options(timeout_s=5).spmd(fn)
+        pool.options(timeout_s=timeout_s).spmd(fn)
     assert set(late.value.failures) == {2}
     assert isinstance(late.value.__cause__, TaskTimeoutError)
     assert list(pool.spmd(add_up)) == [6, 6, 6]

@@ -144,12 +144,22 @@ def test_reports_reach_the_driver_while_tasks_run(
 
 
 @pytest.mark.everywhere
-def test_an_error_in_on_report_ends_the_loop(pool: ParallelPool) -> None:
+def test_an_error_in_on_report_ends_the_loop(
+    pool: ParallelPool, make_pool: PoolMaker, gate: Gate
+) -> None:
+    is_concurrent = make_pool.is_concurrent
+
+    def work(count: int) -> int:
+        train(count)
+        if is_concurrent:  # else `on_report` is called within the item
+            gate.wait()
+        return count
+
     def stop(new: MetricsReport) -> None:
         raise LookupError(f"seen {new.metrics}")
 
     with pytest.raises(LookupError, match=r"seen \{'epoch': 0") as caught:
-        pool.parfor(train, [1] * 2000, on_report=stop, chunk_size=1)
+        pool.parfor(work, [1] * 2000, on_report=stop, chunk_size=1)
     assert "cancelled" in set(caught.value.results.to_frame()["status"])  # type: ignore[attr-defined]
     assert pool.parfor(train, [1, 1]) == [1, 1]
 

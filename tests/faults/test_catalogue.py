@@ -463,15 +463,18 @@ def test_a_machine_that_runs_out_of_memory(
     """Ray ends the worker before the kernel would have to; that is known, and not taken for a
     crash.
     """
-    machine = psutil.virtual_memory()
-    if machine.available < 7e9:
+    if psutil.virtual_memory().available < 7e9:
         pytest.skip("needs 7 GB of memory")
-    # tests in the other processes may take some of it
-    enough = (machine.total - machine.available + 4.5e9) / machine.total
     done = run_python(
         """
-        import time
+        import os, time
+        import psutil
         from raypool import parpool
+
+        machine = psutil.virtual_memory()
+        # tests in other processes may take some of it
+        enough = (machine.total - machine.available + 4.5e9) / machine.total
+        os.environ["RAY_memory_usage_threshold"] = str(enough)
 
         def fill(i):
             held = []
@@ -480,7 +483,7 @@ def test_a_machine_that_runs_out_of_memory(
                 time.sleep(0.02)
             return i
 
-        with parpool(1, quiet=True) as pool:
+        with parpool(1, quiet=True, start_timeout_s=300) as pool:
             once = pool.options(retries=0)
             error = once.parfeval(fill, 1).exception(300)
             results = once.parfor(fill, range(3), on_error="collect")
@@ -489,7 +492,6 @@ def test_a_machine_that_runs_out_of_memory(
             print(results[:], pool.parfeval(abs, -1).result(300))
         """,
         timeout_s=500,
-        RAY_memory_usage_threshold=str(enough),
         RAY_memory_monitor_refresh_ms="100",
     )
     *errors, values = done.stdout.splitlines()

@@ -226,7 +226,7 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
                 while True:
                     time.sleep(0.01)
             return -item
-        with parpool(1, profile={profile!r}, quiet=True) as pool:
+        with parpool(1, profile={profile!r}, quiet=True, start_timeout_s=300) as pool:
             try:
                 pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
             except KeyboardInterrupt as interrupt:
@@ -370,6 +370,7 @@ def test_an_error_while_the_disk_is_full_says_what_is_not_kept(
         fill(small_disk)
         yield from range(10, 30)
         assert eventually(lambda: "cannot be written" in caplog.text)
+        assert eventually(lambda: pool.statistics().finished == 30)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:

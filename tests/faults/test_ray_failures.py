@@ -95,7 +95,7 @@ def test_why_a_worker_has_died_is_known_however_late_ray_hears_of_it(run_python:
         import psutil
         from raypool import LossReason, parpool
 
-        with parpool(1, quiet=True) as pool:
+        with parpool(1, quiet=True, start_timeout_s=300) as pool:
             future = pool.options(retries=0).parfeval(time.sleep, 600)
             while not future.running():
                 time.sleep(0.01)

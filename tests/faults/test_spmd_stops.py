@@ -288,7 +288,7 @@ def test_the_pool_is_deleted_during_a_call(
         going_on.wait()
         return context.all_reduce(1)
 
-    pool = parpool(2, resources=CPU, quiet=True)
+    pool = parpool(2, resources=CPU, quiet=True, start_timeout_s=300)
     running, queued = pool.spmd_async(fn), pool.spmd_async(add_up)
     inside.wait()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -323,7 +323,7 @@ def test_an_error_leaves_the_pool_during_a_call(
             at_the_end.wait()
 
     def work() -> None:
-        with parpool(2, resources=CPU, quiet=True, cancel_grace_s=300) as pool:
+        with parpool(2, resources=CPU, quiet=True, cancel_grace_s=300, start_timeout_s=300) as pool:
             futures.extend([pool.spmd_async(fn), pool.spmd_async(add_up)])
             inside.wait()
             futures[0].cancel()
@@ -343,7 +343,7 @@ def test_an_error_leaves_the_pool_during_a_call(
 def test_a_pool_that_ends_in_good_order_finishes_what_is_queued(
     ray_session: None, gate: Any
 ) -> None:
-    with parpool(2, resources=CPU, quiet=True) as pool:
+    with parpool(2, resources=CPU, quiet=True, start_timeout_s=300) as pool:
         holding = pool.parfeval(gate.wait)
         gangs = [pool.spmd_async(add_up) for _ in range(3)]
         holding.add_done_callback(lambda _: None)
@@ -372,7 +372,7 @@ def test_ctrl_c_ends_all_ranks(
                 time.sleep(600)
             context.barrier()
 
-        with parpool(2, quiet=True, cancel_grace_s=300) as pool:
+        with parpool(2, quiet=True, cancel_grace_s=300, start_timeout_s=300) as pool:
             pids = pool.parfeval_on_all(os.getpid).result()
             try:
                 pool.spmd(train)

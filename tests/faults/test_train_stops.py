@@ -24,7 +24,9 @@ from raypool import (
     TrainingError,
     TrainingOptions,
     WorkerLostError,
+    current_task,
 )
+from tests.conftest import Marks
 from tests.faults.conftest import count_ranks
 
 torch = pytest.importorskip("torch")
@@ -299,14 +301,19 @@ def test_what_the_loop_raises_is_tried_again_if_it_was_named(
     assert (run.attempts, shared_pool.statistics().workers_lost) == (2, lost)
 
 
-def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path) -> None:
+def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path, marks: Marks) -> None:
     """As often as was said; the error has what there is."""
 
     def loop() -> None:
         import ray.train
 
         ray.train.report({"epoch": 0}, None)
-        if ray.train.get_context().get_world_rank() == 1:
+        has_reported = f"attempt {current_task().attempt}"
+        if ray.train.get_context().get_world_rank() == 0:
+            marks.add(has_reported)
+        else:
+            while not marks.count(has_reported):
+                time.sleep(0.01)
             os._exit(7)
         ray.train.report({"epoch": 1}, None)
 

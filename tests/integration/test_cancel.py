@@ -240,7 +240,11 @@ whole = True
 
 @pytest.mark.ci
 def test_data_loaders_go_with_their_task(
-    pool: ParallelPool, make_gate: Any, tmp_path: Path, eventually: Any
+    pool: ParallelPool,
+    make_gate: Any,
+    tmp_path: Path,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether the task stops or has to be killed; torch may end it as its children are killed."""
 
@@ -264,7 +268,8 @@ def test_data_loaders_go_with_their_task(
                     time.sleep(60)
                 raise
 
-    for is_stubborn in (False, True):
+    for is_stubborn, grace_s in ((False, 60.0), (True, 5.0)):
+        monkeypatch.setattr(pool._engine.backend._agents, "_cancel_grace_s", grace_s)
         running = make_gate()
         future = pool.parfeval(train, is_stubborn, f"children-{is_stubborn}", running)
         running.wait()

@@ -291,6 +291,7 @@ CLIPPED = {"clip_gradient_norm": 0.1, "accumulate_steps": 2}
 def test_fsdp_equals_one_process(
     pool: ParallelPool, data: Any, make: Any, changes: dict[str, Any]
 ) -> None:
+    torch.manual_seed(3)
     model = make().double()
     result = pool.fit(
         model,

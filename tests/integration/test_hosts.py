@@ -214,9 +214,9 @@ def four_that_stay(pool):
     eventually(lambda: all(marked(f"{i} on *") for i in range(4)))
     return futures
 
-with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=1) as pool:
+with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=8) as pool:
     futures = four_that_stay(pool)
-    drain("left", 6)
+    drain("left", 15)
     eventually(lambda: sum(marked(f"{i} leaves left") for i in range(4)) == 2)
     mark("struck")
     facts["drained"] = [future.result(300) for future in futures]

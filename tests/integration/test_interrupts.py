@@ -47,11 +47,11 @@ def test_once_in_a_loop_and_once_in_a_wait_for_a_future(
     """What the loop has finished is there, the workers stop, and the pool can be used. A future
     goes on: only who waits for it is interrupted.
     """
-    ready, ready_again = make_gate(), make_gate()
+    ready, ready_again, waits = make_gate(), make_gate(), make_gate()
     started = start_python(
         LOOP.format(ready=str(ready.path))
         + f"""
-with parpool(2, quiet=True) as pool:
+with parpool(2, quiet=True, cancel_grace_s=60) as pool:
     pids = pool.parfeval_on_all(os.getpid).result()
     try:
         pool.parfor(work, 12, max_workers=1)
@@ -61,6 +61,7 @@ with parpool(2, quiet=True) as pool:
     print(pool.parfor(abs, [-1, -2])[:], pool.parfeval_on_all(os.getpid).result() == pids)
     future = pool.parfeval(work, 3, {str(ready_again.path)!r})
     try:
+        Path({str(waits.path)!r}).touch()
         future.result()
     except KeyboardInterrupt:
         print(future.state, future.cancel(), future.state)
@@ -70,8 +71,9 @@ with parpool(2, quiet=True) as pool:
     print(value, future.worker_replaced)
 """
     )
-    for gate in (ready, ready_again):
-        gate.wait()
+    for gates in ((ready,), (ready_again, waits)):
+        for gate in gates:
+            gate.wait()
         assert eventually(lambda: len(started.family()) > 3)
         press_ctrl_c(started)
 

@@ -393,7 +393,8 @@ def test_a_script_that_wants_tf_config_has_the_machines_in_it(jobs: Jobs) -> Non
     command = [sys.executable, "-m", "raypool.cluster.begin", "--chief", "chief", "--"]
     job = jobs.submit([*command, "-c", script])
     assert jobs.wait(job).exit_status == 0
-    found = json.loads(jobs.log(job).splitlines()[-1])
+    (line,) = (each for each in jobs.log(job).splitlines() if each.startswith("{"))
+    found = json.loads(line)
     assert found["task"] == {"type": "chief", "index": 0}
     assert list(found["cluster"]) == ["chief"]
     assert len(found["cluster"]["chief"]) == 1

@@ -83,7 +83,7 @@ def watch_of(files):
 STRANGER = '''
 import sys
 from ray._raylet import GcsClient
-print("it was let in:", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 5))
+print("it was let in:", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 300))
 '''
 
 def ask_as_stranger(**env):

@@ -293,7 +293,8 @@ def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
     others = {
         pool.spmd(fn, workers=order)[0]["MASTER_PORT"] for order in ([2, 1, 0], [1, 0, 2], [0, 2])
     }
-    assert len(others | ports) == 4, "the port is always the same"
+    # not four: a port that is free again may be drawn again
+    assert len(others | ports) > 1, "the port is always the same"
     pool.parfeval_on_all(remove_own).result(300)
 
 

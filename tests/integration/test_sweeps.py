@@ -123,7 +123,7 @@ def test_a_long_item_among_many_that_share_calls(pool: ParallelPool) -> None:
 
 
 def test_short_items_use_all_workers(pool: ParallelPool) -> None:
-    frame = pool.parfor(time.sleep, [0.001] * 2000).to_frame()
+    frame = pool.parfor(time.sleep, [0.005] * 2000).to_frame()
 
     assert set(frame["worker"]) == {0, 1, 2}
     shares = frame.groupby("worker")["duration_s"].sum()

@@ -47,7 +47,7 @@ def run_script(command: list[str], timeout: float | None = None, **expected: Any
 
     _, first, *rest = command
     script = rest[0] if first == "-c" else f"runpy.run_path({first!r}, run_name='__main__')"
-    check_subprocess_call([sys.executable, "-c", IN_SCRIPT + script], timeout=60, **expected)
+    check_subprocess_call([sys.executable, "-c", IN_SCRIPT + script], timeout=300, **expected)
 
 
 def pytest_configure(config: pytest.Config) -> None:

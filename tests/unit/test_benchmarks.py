@@ -384,7 +384,7 @@ def test_a_benchmark_that_is_none_is_said() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1
     assert "There is no benchmark parfro" in done.stderr

@@ -292,7 +292,7 @@ def test_a_temporary_folder_goes_with_its_process_however_that_ends(
             [sys.executable, "-c", code + end],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         folder = Path(done.stdout.strip())

@@ -378,7 +378,7 @@ def test_what_it_needs_is_imported_when_it_is_needed() -> None:
     heavy = {"ray", "torch", "pandas", "numpy", "rich", "yaml", "psutil"}
     code = f"import sys, raypool.cli.main; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "[]"
 
@@ -423,5 +423,10 @@ def piped(code_and_arguments: str, folder: Path) -> subprocess.CompletedProcess[
     """Run Python into a pipe whose reader goes at once."""
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -c '{code_and_arguments} | true"
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=folder
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=folder,
     )

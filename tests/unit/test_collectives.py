@@ -460,7 +460,7 @@ def test_a_long_wait_is_told(
     monkeypatch.setattr(
         caplog.handler, "emit", lambda record: (caplog.records.append(record), told.set())
     )
-    trio.well(lambda ctx: (told.wait(30) if ctx.rank == 0 else None, ctx.barrier()))
+    trio.well(lambda ctx: (told.wait(300) if ctx.rank == 0 else None, ctx.barrier()))
     messages = [record.getMessage() for record in caplog.records]
     assert any(
         "has waited for the other ranks in barrier (operation 1 of this call) since" in text

@@ -73,7 +73,11 @@ def test_an_answer_to_nobody_is_dropped() -> None:
 # --- ends of queues -------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_queue_waits_until_all_who_put_into_it_know() -> None:
+def test_the_end_of_a_queue_waits_until_all_who_put_into_it_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "END_TIMEOUT_S", 300.0)
+
     async def scenario() -> None:
         exchange = new_exchange()
         asking = {}
@@ -132,7 +136,9 @@ def test_the_end_of_a_queue_waits_for_the_dead_no_longer_than_a_while() -> None:
     run(scenario())
 
 
-def test_nobody_waits_for_a_worker_that_is_forgotten() -> None:
+def test_nobody_waits_for_a_worker_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "END_TIMEOUT_S", 300.0)
+
     async def scenario() -> None:
         exchange = new_exchange()
         await exchange.join_queue("q", 1)
@@ -332,7 +338,8 @@ def test_a_store_that_nobody_has_asked_starts_no_thread() -> None:
     local.close()
     with pytest.raises(PoolClosedError):
         local.ask("store", None, "keys")
-    assert not set(threading.enumerate()) - before
+    started = {thread.name for thread in set(threading.enumerate()) - before}
+    assert "raypool-exchange" not in started
 
 
 def test_the_store_of_another_pool_is_told_from_ones_own(

@@ -68,7 +68,7 @@ def test_the_record_says_how_each_test_went(benchmark_of: Any, tmp_path: Path) -
         "-p",
         "no:cacheprovider",
     )
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=500)
     tests = gpu_tests.outcomes(tmp_path / "report.xml")
     assert {test["test"].rpartition(".")[2]: test["outcome"] for test in tests} == {
         "test_good": "passed",
@@ -118,7 +118,7 @@ def test_what_it_ran_on_is_described(benchmark_of: Any) -> None:
 def test_without_a_gpu_it_says_so_and_fails(command: str, said: str) -> None:
     """A machine whose driver is broken must not look as if all were well."""
     whole = [sys.executable, "-m", *command.split()]
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 1
     assert "There is no GPU here" in done.stderr
     assert said in done.stderr

@@ -364,10 +364,10 @@ def test_a_thread_is_interrupted(eventually: Any) -> None:
 
     thread = threading.Thread(target=lambda: results.extend(run(guard, task, lambda: "a value")))
     thread.start()
-    assert running.wait(20)
+    assert running.wait(300)
     assert guard.is_at_hand(7, 0)
     guard.request(Signal.CANCEL, 7, 0)
-    thread.join(20)
+    thread.join(300)
     assert [result.done for result in results] == [0, 1]
     assert guard.is_free
 
@@ -394,9 +394,9 @@ def test_a_thread_that_begins_others_is_interrupted_and_they_are_not() -> None:
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        assert running.wait(20)
+        assert running.wait(300)
         guard.request(Signal.CANCEL, attempt_id, 0)
-        thread.join(20)
+        thread.join(300)
         assert [result.done for result in results] == [0], f"attempt {attempt_id}"
 
 
@@ -410,7 +410,7 @@ def test_a_thread_that_never_has_begun_another_is_given_up(monkeypatch: pytest.M
     class Slow(threading.Thread):
         def _bootstrap(self) -> None:
             begins.set()
-            goes_on.wait(20)
+            goes_on.wait(300)
             super()._bootstrap()  # type: ignore[misc]
 
     def task() -> None:
@@ -418,10 +418,10 @@ def test_a_thread_that_never_has_begun_another_is_given_up(monkeypatch: pytest.M
 
     thread = threading.Thread(target=lambda: results.extend(run(guard, task, lambda: "a value")))
     thread.start()
-    assert begins.wait(20)
+    assert begins.wait(300)
     guard.request(Signal.CANCEL, 7, 0)
     goes_on.set()
-    thread.join(20)
+    thread.join(300)
     assert [result.is_cancelled for result in results] == [
         True,
         False,

@@ -265,10 +265,15 @@ def test_a_gpu_that_does_not_exist_is_an_error() -> None:
             gpu(wrong)  # type: ignore[arg-type]
 
 
-def test_no_cuda_context_is_made() -> None:
-    as_device([torch.ones(1)], cpu())
-    copy_to([torch.ones(1)], cpu(), pinned=not torch.cuda.is_available())
-    assert [gpu(i) for i in range(torch.cuda.device_count())] == [
-        torch.device("cuda", i) for i in range(torch.cuda.device_count())
-    ]
-    assert not torch.cuda.is_initialized()
+def test_no_cuda_context_is_made(run_python: Any) -> None:
+    """In a process of its own: other tests use the GPU."""
+    run_python("""
+        import torch
+        from raypool import as_device, copy_to, cpu, gpu
+
+        as_device([torch.ones(1)], cpu())
+        copy_to([torch.ones(1)], cpu(), pinned=not torch.cuda.is_available())
+        count = torch.cuda.device_count()
+        assert [gpu(i) for i in range(count)] == [torch.device("cuda", i) for i in range(count)]
+        assert not torch.cuda.is_initialized()
+    """)

@@ -40,14 +40,14 @@ def test_of_whoever_is_first_there_is_one() -> None:
             def come(
                 lean: Future[int] = lean, start: threading.Barrier = start, found: list[Any] = found
             ) -> None:
-                start.wait(30)
+                start.wait(300)
                 found.append(lean._condition)
 
             threads = [threading.Thread(target=come) for _ in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(300)
             assert len(found) == 4
             assert len(set(map(id, found))) == 1
     finally:
@@ -73,7 +73,7 @@ def test_several_threads_wait_for_it(eventually: Callable[..., bool]) -> None:
     future.set_running_or_notify_cancel()
     future.set_result(7)
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert found == [7, 7, 7]
 
 
@@ -110,7 +110,7 @@ def test_beside_those_of_others(eventually: Callable[..., bool]) -> None:
     assert eventually(lambda: all(future._waiters for future in both))  # type: ignore[attr-defined]
     for number, future in enumerate(both):
         future.set_result(number)
-    thread.join(60)
+    thread.join(300)
     assert found == list(range(6))
     assert not any(future._waiters for future in both)  # type: ignore[attr-defined]
     assert concurrent.futures.wait(both, 60).done == set(both)
@@ -141,6 +141,6 @@ def in_child(call: Callable[[], object]) -> int:
     if pid == 0:
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(10)
+        thread.join(300)
         os._exit(int(thread.is_alive()))
     return pid

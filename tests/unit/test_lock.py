@@ -49,7 +49,7 @@ def test_a_killed_process_holds_nothing(tmp_path, start_python, how):
     with pytest.raises(JournalError, match=f"process {other.pid} on"):
         RunLock(tmp_path)
     os.kill(other.pid, how)
-    other.process.wait(20)
+    other.process.wait(300)
     RunLock(tmp_path).release()
 
 

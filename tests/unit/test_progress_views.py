@@ -385,7 +385,10 @@ class Slow:
         self.num_ends += 1
 
 
-def test_it_is_shown_no_more_often_than_eyes_see(loop: FakeLoop) -> None:
+def test_it_is_shown_no_more_often_than_eyes_see(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SPARING", 0)
     now = [0.0]
     view = Slow()
     watch = LoopWatch(view, loop.status, clock=lambda: now[0])
@@ -600,8 +603,9 @@ def test_results_do_not_hold_what_showed_the_loop() -> None:
 
 
 def test_no_lines_of_short_loops_by_default(
-    threads: ParallelPool, errors: Callable[[], list[str]]
+    threads: ParallelPool, errors: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raypool.views.lines.FIRST_S", 1000.0)
     threads.parfor(abs, range(100))
     assert errors() == []
     threads.parfor(abs, range(100), progress=True)

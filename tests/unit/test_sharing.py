@@ -157,7 +157,7 @@ print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
         capture_output=True,
         text=True,
         env=environ,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert (
@@ -515,18 +515,18 @@ def other(tmp_path: Path) -> Iterator[Callable[[str, int], Any]]:
             descriptor = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(descriptor, operation)
             has.set()
-            may_end.wait(60)
+            may_end.wait(300)
 
         process = context.Process(target=keep, daemon=True)
         process.start()
         started.append((process, may_end))
-        assert has.wait(20)
+        assert has.wait(300)
         return may_end
 
     yield hold
     for process, may_end in started:
         may_end.set()
-        process.join(20)
+        process.join(300)
 
 
 def test_newcomers_let_first_who_waits_to_be_alone_but_not_for_ever(

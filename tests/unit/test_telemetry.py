@@ -19,7 +19,7 @@ from raypool.gpus.simulated import SimulatedGpus
 GIBIBYTE = 2**30
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
     """Wait, without holding up the loop, until something is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -160,11 +160,11 @@ class Hanging:
         self.end = threading.Event()
 
     def devices(self) -> list[GpuDevice]:
-        self.end.wait(60)
+        self.end.wait(300)
         return []
 
     def find(self, device: str) -> GpuDevice | None:
-        self.end.wait(60)
+        self.end.wait(300)
         return None
 
     def load(self, indices: object) -> list[GpuDevice]:

@@ -400,7 +400,7 @@ HOLDER = """
     from raypool.train.runs import LOCK
     lock = RunLock(Path({folder!r}), LOCK)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 

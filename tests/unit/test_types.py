@@ -28,7 +28,7 @@ def test_a_checker_finds_the_mistakes_and_nothing_else(checker: str, tmp_path: P
         capture_output=True,
         text=True,
         env={**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "PYTHONPATH": ""},
-        timeout=300,
+        timeout=800,
         check=False,
     )
     found = re.findall(r"(\w+\.py):(\d+)[:\d]*(?: -)? error: ", done.stdout)

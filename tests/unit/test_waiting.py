@@ -153,7 +153,7 @@ def test_without_a_thread_the_call_is_made_all_the_same(
 def run(code: str) -> list[bytes]:
     """Run a program; return the words that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, b"")
     return done.stdout.split()
@@ -169,11 +169,11 @@ def test_in_a_forked_child_there_is_a_thread_again() -> None:
             future.set_result(1)
             return future
         busy, end = threading.Event(), threading.Event()
-        (follower,) = after_each([ended()], lambda _: busy.set() or end.wait(60))
-        busy.wait(60)
+        (follower,) = after_each([ended()], lambda _: busy.set() or end.wait(300))
+        busy.wait(300)
         child = os.fork()
         if child == 0:  # the thread that was busy did not come along
-            os._exit(0 if wait(after_each([ended()], str), 30) else 1)
+            os._exit(0 if wait(after_each([ended()], str), 300) else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         end.set()
         print(follower.result(300))
