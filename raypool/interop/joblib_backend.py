@@ -513,11 +513,11 @@ class ParallelWork(LoopWork):
         find = self._find_calls()
         found: dict[int, tuple[Slice, float]] = {}
         for future, piece in [] if find is None else find():
-            if future.running() and future.worker is not None:
+            # the driver sets one after the other
+            worker, began = future.worker, future.started_at
+            if future.running() and worker is not None and began is not None:
                 # a worker has the calls after the first only in its queue
-                found.setdefault(
-                    future.worker, (piece.numbered(future), future.started_at.timestamp())
-                )
+                found.setdefault(worker, (piece.numbered(future), began.timestamp()))
         return found
 
     def note(self, piece: BatchPart, future: Future[Any]) -> None:

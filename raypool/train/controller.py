@@ -118,6 +118,7 @@ class Controller:
         self._ends: list[RankEnd] = []
         self._first_start: str | None = None
         self._failed: SpmdError | None = None  # the last attempt, if it is repeated
+        self._has_waited = False  # for machines that were lost with it
         self._spent_s = 0.0  # of the time limit, used by attempts that have ended
         self._num_forgiven = 0  # attempts that ended with preempted machines, or had not begun
 
@@ -186,14 +187,16 @@ class Controller:
             self._ends = list(attempt.result())
         except ResourceError:
             is_whole = self._await_machines()
-            if not is_whole and self._ranks.now(self.kept.min_workers).size == self._ranks.size:
+            is_smaller = self._ranks.now(self.kept.min_workers).size < self._ranks.size
+            if not is_smaller and (not is_whole or self._has_waited):
                 raise
+            self._has_waited = True  # what is missing now, the lost machines do not explain
             self._num_forgiven += 1  # it had not begun
             return False
         except SpmdError as error:
             if not self._is_worth_another(error):
                 raise
-            self._failed = error
+            self._failed, self._has_waited = error, False
             return False
         finally:
             if attempt.started_at is not None:

@@ -82,7 +82,7 @@ class RankTraining:
             self._best = state["best"]
             self._progress = restore(self._learner, state, checkpoint.path)
         self._reason = "max_epochs"
-        self._is_lost = False
+        self._is_lost = self._has_saved = False
         self._reported_at = self._looked_at = time.perf_counter()
         self._reported_step = self._looked_step = self._progress.step
         self._look_step = self._progress.step + 1  # after this one all ranks look
@@ -116,7 +116,7 @@ class RankTraining:
     def _train_epoch(self, epoch: int) -> bool:
         """Train the rest of an epoch; return whether the training is to end here."""
         job, options, division = self._job, self._options, self._job.division
-        done = self._progress.step - epoch * division.steps
+        done = self._progress.epoch_steps
         # checkpoints have no states of generators: each epoch is seeded anew, and a resumed one
         # must not draw again what it has drawn before
         begun = [done] if done else []
@@ -127,7 +127,9 @@ class RankTraining:
         for number in range(done + 1, division.steps + 1):
             chosen = [next(batches) for _ in range(division.accumulate)]
             self._learner.iterate(self._progress.step, chosen)
-            self._progress = self._progress._replace(step=self._progress.step + 1)
+            self._progress = self._progress._replace(
+                step=self._progress.step + 1, epoch_steps=number
+            )
             is_due = options.report_every is not None and number % options.report_every == 0
             if number < division.steps and (
                 (is_due and self._report(self._metrics(epoch), None)) or self._has_left()
@@ -147,9 +149,13 @@ class RankTraining:
         rate = (step - self._looked_step) * self._ranks.size / seconds
         self._look_step = step + max(int(LOOK_S * rate), 1)
         self._looked_at, self._looked_step = time.perf_counter(), step
-        if info is None:
+        if info is None or self._has_saved:
             return False
         self._report_state({}, self._state())
+        self._has_saved = True
+        note = note_here()
+        if note is None or not note.has_heard:  # Ray Train's own workers: it ends them itself
+            return False
         self._reason = PREEMPTED
         return True
 
@@ -160,7 +166,7 @@ class RankTraining:
         options, learner = self._options, self._learner
         done = epoch + 1
         is_last = done == options.max_epochs
-        self._progress = self._progress._replace(epoch=done)
+        self._progress = self._progress._replace(epoch=done, epoch_steps=0)
         metrics = self._metrics(epoch)
         metrics["dropped_samples"] = self._job.division.dropped
         loss, state = metrics["loss"], None
@@ -354,6 +360,7 @@ class Learner:
         options = job.options
         self._job, self.ranks, self._options = job, ranks, options
         self.share = job.share(ranks.rank, ranks.size)
+        self.steps_per_epoch = job.division.steps
         self.is_mean = True
         seed_all(mixed_seed(options.seed))
         model = job.model
@@ -851,17 +858,21 @@ def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
 FILE = "training.pt"
 """The name of the one file of a checkpoint."""
 
-VERSION = 1
+VERSION = 2
 
 ASKED = ("momentum", "weight_decay")
 """Options of an optimizer that hold even if a checkpoint was made with others."""
 
 
 class Progress(NamedTuple):
-    """How far a training has come: completed epochs and steps, and what patience has seen."""
+    """How far a training has come, and what patience has seen.
+
+    `epoch`: the completed epochs; `step`: all steps; `epoch_steps`: those since the last epoch.
+    """
 
     epoch: int = 0
     step: int = 0
+    epoch_steps: int = 0
     best_loss: float = float("inf")
     worse_in_a_row: int = 0
 
@@ -881,7 +892,8 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
         optimizer = learner.optimizer.state_dict()
     return {
         "raypool": VERSION,
-        "progress": tuple(progress),
+        "progress": progress._asdict(),
+        "steps_per_epoch": learner.steps_per_epoch,
         "strategy": learner.strategy,
         "model": model,
         "best": best,
@@ -932,7 +944,10 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
     else:
         learner.module.load_state_dict(state["model"])
     _restore_rest(learner, state, folder)
-    return Progress(*state["progress"])
+    progress = Progress(**state["progress"])
+    before, now = state["steps_per_epoch"], learner.steps_per_epoch
+    # other mini-batches, ranks or data: the same part of the epoch is done
+    return progress._replace(epoch_steps=progress.epoch_steps * now // before)
 
 
 def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:

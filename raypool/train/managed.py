@@ -59,7 +59,7 @@ from raypool.channel import capture
 from raypool.channel.hub import Hub, Outbox
 from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
-from raypool.core.model import Slice
+from raypool.core.model import Slice, TaskState
 from raypool.engine import explanations
 from raypool.engine.engine import Engine
 from raypool.engine.work import described
@@ -351,7 +351,7 @@ class LoanWork(SpmdWork):
     """The task that holds the workers' places; passes worker ids and workers to `lent`."""
 
     def __init__(
-        self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any
+        self, lent: Callable[[Sequence[tuple[int, WorkerInfo]] | None], object], *args: Any
     ) -> None:
         super().__init__(*args)
         self._lent = lent
@@ -360,6 +360,11 @@ class LoanWork(SpmdWork):
         """Pass the workers on, by rank."""
         super().assemble(members)
         self._lent(members)
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Pass None on: no workers come any more."""
+        super().end(state, error)
+        self._lent(None)
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
         """Return None: the ranks deliver the training's outcome."""
@@ -409,7 +414,6 @@ class ManagedAttempt:
             kind=functools.partial(LoanWork, lent.put),
         )
         self._loan.whole = self._future
-        self._loan.add_done_callback(lambda _: lent.put(None))
         self._loan.add_done_callback(lambda _: self._on_loan_over())
         thread = threading.Thread(
             target=self._run, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True
@@ -501,6 +505,10 @@ class ManagedAttempt:
         match message:
             case "batch", key, number, batch:
                 self._hub.deliver(key, number, batch)
+            case ("group",):  # what there is of an earlier one no longer counts
+                self._workers.clear()
+                self._ends.clear()
+                self._failures.clear()
             case "rank", rank, host, pid, gpus:
                 self._workers[rank] = WorkerInfo(rank, host, pid, gpus)
             case "end", rank, value, metrics:
@@ -546,7 +554,8 @@ class ManagedAttempt:
         if not ray.is_initialized():
             return
         self._coordinator.send.remote("closed")
-        self._has_all_messages.wait(LAST_MESSAGES_S)
+        # a model may take longer to come than any limit; if Ray or the actor dies, it is set too
+        self._has_all_messages.wait(None if isinstance(self._outcome, Result) else LAST_MESSAGES_S)
         ray.kill(self._coordinator)
         if not isinstance(self._outcome, Result):
             job = ray.get_runtime_context().get_job_id()  # ids of groups end with it
@@ -807,6 +816,7 @@ class Coordinator:
     async def begin_group(self) -> None:
         """Note that all ranks begin, perhaps again."""
         self._num_reports, self._returned, self._stops = {}, set(), []
+        await self.send("group")
 
     async def begin(self, rank: int, host: str, pid: int, gpus: tuple[int, ...]) -> bool:
         """Note a rank's identity; return whether an early end is wanted."""

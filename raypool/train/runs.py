@@ -193,7 +193,8 @@ class TrainingRun(Future[TrainingResult]):
         self.path = path
         self.recipe: Any = None
         self.progress: bool | Callable[..., Any] | None = False
-        self._adopting = threading.Lock()  # requests may come from any thread
+        # requests may come from any thread, and from a signal handler in this one
+        self._adopting = threading.RLock()
         self._listeners: list[Callable[[list[Row]], object]] = []
         self.catch_up = lambda: joined_feed(self.tries)
 
@@ -222,8 +223,8 @@ class TrainingRun(Future[TrainingResult]):
                 is_over = self.done() or time.monotonic() >= deadline
                 feeds = [each.feed for each in self.tries if each.feed is not None]
                 last = feeds[-1].last(0) if feeds else {}
-                if last and first is None:
-                    first = int(self.metrics["step"].iloc[0])
+                if first is None and "step" in last:  # a loss may report, too, and before
+                    first = int(self.metrics["step"].dropna().iloc[0])
                 watch.update(last, first or 0)
                 if is_over:
                     break
@@ -333,7 +334,7 @@ class Locked(NamedTuple):
 _locked: dict[Path, Locked] = {}
 """The folders that users named for trainings."""
 
-_starting = threading.Lock()
+_starting = threading.RLock()  # a signal handler may cancel another run meanwhile
 
 
 def take_folder(run: TrainingRun, is_named: bool) -> None:

@@ -254,7 +254,12 @@ def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     backend = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
     plan = TrainingAttempt("scaling_report", 1, run_dir="")
     options = Options(retries=0, name="scaling_report")
-    return [end.value for end in backend.begin(plan, size, places, options).result()]
+    attempt = backend.begin(plan, size, places, options)
+    try:
+        return [end.value for end in attempt.result()]
+    except BaseException:  # after Ctrl-C nobody else could end it
+        attempt.cancel()
+        raise
 
 
 def _typical(steps: Sequence[Sequence[float]]) -> float:

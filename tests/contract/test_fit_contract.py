@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import raypool
-from raypool import ParallelPool, parpool
+from raypool import ParallelPool, parpool, report
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, TrainingError
 from raypool.train.runs import RunOptions
 from raypool.train.training_options import TrainingOptions
@@ -251,6 +251,26 @@ def test_it_goes_on_from_a_checkpoint(
     assert_same(done.model, rest.model)
 
 
+@pytest.mark.parametrize("size", [6, 24])
+def test_it_goes_on_with_other_mini_batches(pool: ParallelPool, tmp_path: Any, size: int) -> None:
+    """Each epoch that is left is a whole one."""
+    kept = RunOptions(run_dir=tmp_path)
+    assert fit(pool, run_options=kept).metrics["step"] == 2 * 4 - 1
+    rest = fit(pool, run_options=kept, mini_batch_size=size, max_epochs=4).metrics_frame
+    steps = 50 // size
+    assert rest["step"].tolist() == [8 + steps - 1, 8 + 2 * steps - 1]
+    assert (rest["loss"] > 0).all()
+
+
+def test_ray_train_ends_its_own_workers_on_a_machine_that_is_about_to_go(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that returned would count as done."""
+    monkeypatch.setattr("ray.train.get_preemption_info", lambda: "soon")
+    result = fit(pool)
+    assert (result.ended_by, result.values[0]["epochs"]) == ("max_epochs", 2)
+
+
 @pytest.mark.semantics
 @pytest.mark.processes
 def test_a_training_that_is_stopped_can_go_on_from_there(
@@ -389,7 +409,8 @@ def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None
 
 
 def test_its_progress_is_shown_while_somebody_waits_for_it() -> None:
-    is_shown, bars = threading.Event(), []
+    """Also of one whose loss reports something before the first epoch is over."""
+    has_reported, is_shown, bars = threading.Event(), threading.Event(), []
 
     class Bar:
         def __init__(self, total: int, desc: str) -> None:
@@ -400,12 +421,15 @@ def test_its_progress_is_shown_while_somebody_waits_for_it() -> None:
         def update(self, step: int) -> None:
             self.said.append(step)
 
-    def hold(_: Any) -> None:
+    def loss(ours: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        report(scale=1.0)
+        has_reported.set()
         assert is_shown.wait(WAIT_S)
+        return mse_loss(ours, target)
 
     with parpool(1, profile="threads", quiet=True) as pool:
-        how = options(max_epochs=3, output_fn=hold)
-        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, how, progress=Bar)
+        run = pool.fit(make_model, (INPUTS, TARGETS), loss, options(max_epochs=3), progress=Bar)
+        assert has_reported.wait(WAIT_S)
         assert run.result(WAIT_S).metrics["epoch"] == 2
     (bar,) = bars
     assert bar.said[:2] == ["fit", 3]

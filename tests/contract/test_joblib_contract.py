@@ -33,6 +33,8 @@ from raypool import (
     register_joblib,
     search,
 )
+from raypool.futures import Future
+from raypool.interop.joblib_backend import ParallelWork
 
 pytestmark = pytest.mark.semantics
 
@@ -643,3 +645,11 @@ def test_without_joblib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
         ModuleNotFoundError, match=r'register_joblib needs joblib.*pip install "raypool\[joblib\]"'
     ):
         register_joblib()
+
+
+def test_a_call_of_which_the_beginning_is_not_noted_yet_is_not_shown() -> None:
+    """The driver notes the worker first."""
+    future: Future[Any] = Future("square")
+    future.start()
+    future.worker = 0
+    assert ParallelWork("square", lambda: lambda: [(future, None)]).running == {}

@@ -5,9 +5,12 @@ is said of a failure.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import pickle
 import types
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ pytest.importorskip("torch")
 pytest.importorskip("ray.train")
 
 from ray import exceptions as rx
+from ray.train import Result
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from raypool import parpool
 from raypool.backends.ray.packing import pack_error
 from raypool.channel.records import WorkerInfo
 from raypool.errors import (
@@ -34,9 +39,10 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.options import Options
+from raypool.spmd.call import submit_gang
 from raypool.train import managed
 from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
-from raypool.train.managed import Coordinator, ManagedAttempt, tell_ray
+from raypool.train.managed import Coordinator, LoanWork, ManagedAttempt, tell_ray
 
 # --- the coordinator ------------------------------------------------------------------------------
 
@@ -91,6 +97,36 @@ def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) 
     os.rename(tmp_path / "checkpoint_000001", tmp_path / "gone")
     tell_ray(plan)
     assert len(json.loads(file.read_text())["checkpoint_results"]) == len(list_kept(tmp_path)) == 2
+
+
+# --- the workers ----------------------------------------------------------------------------------
+
+
+def test_workers_that_a_cancelled_loan_still_gets_are_heard_of_before_its_end() -> None:
+    """Else nobody would give them back, and the end of the pool would wait for them."""
+    got: list[Any] = []
+
+    class Cancelled(LoanWork):
+        def assemble(self, members: Any) -> None:
+            assert self.future.cancel()
+            super().assemble(members)
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        driver = pool._engine.driver
+
+        def take(members: Any) -> None:
+            got.append(members)
+            if members is not None:
+                driver.end_loan([worker_id for worker_id, _ in members])
+
+        kind = functools.partial(Cancelled, take)
+        loan = submit_gang(
+            pool._engine, lambda *_: None, (), Options(), 1, None, is_loan=True, kind=kind
+        )
+        with pytest.raises(CancelledError):
+            loan.result(300)
+        assert pool.parfeval(abs, -1).result(300) == 1
+    assert [members is None for members in got] == [False, True]
 
 
 # --- what is said of a failure --------------------------------------------------------------------
@@ -170,3 +206,32 @@ def test_what_ends_because_all_nodes_go_has_the_error_of_the_pool(attempt: Any) 
     attempt._failures = {2: (False, pack_error(KeyError("x")), 2.0)}
     with pytest.raises(SpmdError, match="KeyError"):
         attempt._result()
+
+
+def test_of_a_group_that_begins_again_only_the_last_counts(attempt: Any) -> None:
+    """Ray Train starts a group again by itself if its user asks for that."""
+    for rank in range(3):
+        attempt._take(("rank", rank, "host", 1, ()))
+    attempt._take(("failure", 1, False, pack_error(ValueError("recovered")), 1.0))
+    attempt._take(("group",))
+    for rank in range(2):
+        attempt._take(("rank", rank, "host", 1, ()))
+    attempt._take(("failure", 0, False, pack_error(KeyError("for good")), 2.0))
+    error = attempt._error(WorkerGroupError("", {0: KeyError("for good")}))
+    assert (error.first_rank, set(error.failures)) == (0, {0})
+    attempt._outcome = object.__new__(Result)
+    for rank in range(2):
+        attempt._take(("end", rank, pickle.dumps(rank), None))
+    assert [end.value for end in attempt._result()] == [0, 1]
+
+
+def test_a_model_may_take_long_to_come(attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, the last messages are waited for only for a while."""
+    limits: list[float | None] = []
+    attempt._has_all_messages = types.SimpleNamespace(wait=limits.append)
+    attempt._coordinator = types.SimpleNamespace(send=types.SimpleNamespace(remote=lambda *_: None))
+    there = types.SimpleNamespace(is_initialized=lambda: True, kill=lambda _: None)
+    monkeypatch.setattr(managed, "ray", there)
+    attempt._outcome = object.__new__(Result)
+    attempt._clean_up()
+    assert limits == [None]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from raypool.futures import Future
+from raypool.train import scaling
 from raypool.train.scaling import ScalingReport, _typical
 
 
@@ -74,3 +79,16 @@ def test_it_reads_well() -> None:
 
 def test_the_slowest_rank_counts_and_outliers_do_not() -> None:
     assert _typical([[1.0, 2.0, 100.0], [1.5, 1.0, 1.0]]) == 2.0
+
+
+def test_after_ctrl_c_no_measurement_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    attempt = Interrupted("measure")
+    monkeypatch.setattr(scaling.WarmLane, "begin", lambda *_: attempt)
+    recipe: Any = SimpleNamespace(engine=None, config=None, places=None)
+    with pytest.raises(KeyboardInterrupt):
+        scaling._steps(recipe, 1, scaling.Measure(1, 1, is_synchronized=True))
+    assert attempt.cancelled()

@@ -234,6 +234,29 @@ def test_an_attempt_that_waits_for_workers_on_a_machine_that_is_gone(tmp_path: P
     assert lane.options[-1].retries == 2
 
 
+def test_a_lost_machine_explains_one_attempt_without_room(tmp_path: Path) -> None:
+    """If all workers are there, something else takes the room: that is the error."""
+    gone = ResourceError("No core is free.", requested=1, available=0, holders=())
+    lane = ScriptedLane(lost(reason=LossReason.NODE), gone, gone)
+    with pytest.raises(TrainingError) as caught:
+        train(lane, tmp_path, Options(retries=1)).result(WAIT_S)
+    assert caught.value.__cause__ is gone
+    assert len(lane.plans) == 3
+
+
+def test_a_signal_handler_may_ask_a_training_to_stop(tmp_path: Path) -> None:
+    """Also one that interrupts a thread that looks at the attempts."""
+    run, has_asked = TrainingRun("fit", tmp_path), threading.Event()
+
+    def look() -> None:
+        with run._adopting:
+            run.request_stop()
+        has_asked.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    assert has_asked.wait(WAIT_S)
+
+
 def test_they_are_not_waited_for_where_others_are_enough(tmp_path: Path) -> None:
     lane = ScriptedLane(lost(reason=LossReason.PREEMPTED), ENDS)
     train(
