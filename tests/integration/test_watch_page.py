@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,10 @@ class Watched:
 
 
 @pytest.fixture
-def watched(browser: Any, start_python: Start, tmp_path: Path) -> Watched:
-    return Watched(browser, start_python, tmp_path)
+def watched(browser: Any, start_python: Start, tmp_path: Path) -> Iterator[Watched]:
+    yield Watched(browser, start_python, tmp_path)
+    browser.get("about:blank")  # else the page would miss its server, and say so in the next test
+    complaints(browser)
 
 
 def test_a_sweep_is_followed_to_its_end_and_obeys_the_buttons(watched: Watched) -> None:
