@@ -197,7 +197,8 @@ def listening() -> Iterator[None]:
 def note_last_lines(error: BaseException, note: TaskContext) -> None:
     """Note in an exception the last lines that its item printed, if any."""
     if note.printed:
-        text = "".join(text for index, text in note.printed if index == note.index)
+        printed = list(note.printed)  # at once: a thread of the task may print meanwhile
+        text = "".join(text for index, text in printed if index == note.index)
         add_last_lines(error, text)
 
 

@@ -223,6 +223,24 @@ def test_an_error_carries_the_last_lines_of_its_own_item(listener: Listener) -> 
     ]
 
 
+def test_the_last_lines_are_read_while_a_thread_of_the_task_prints(listener: Listener) -> None:
+    class Printing(int):
+        """The number of an item: looking for its lines lets the thread print another."""
+
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            print("meanwhile")
+            return int(self) == other
+
+    error = ValueError("bad")
+    with listening(), listener.in_task():
+        print("before")
+        listener.note.index = Printing()
+        note_last_lines(error, listener.note)
+    assert notes(error) == ["raypool: its last output:\n  before"]
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "  \n"])
 def test_an_error_after_nothing_has_no_note(listener: Listener, text: str) -> None:
     error = ValueError("bad")
