@@ -471,7 +471,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         def call() -> None:
             for row in rows:
                 try:
-                    fn(self, report_of_row(row))
+                    _call_back(fn, self, report_of_row(row))
                 except Exception:
                     logger.exception("A report callback of %r failed.", self)
 
@@ -565,16 +565,16 @@ def futures_frame(futures: Sequence[Future[Any]]) -> pd.DataFrame:
     )
 
 
-def _call_back(fn: Callable[[Any], object], future: Any) -> None:
+def _call_back(fn: Callable[..., object], *args: Any) -> None:
     try:
-        fn(future)
+        fn(*args)
     except Exception:
         raise  # the standard library logs it
     except BaseException as error:
         # which it lets through, into the thread of the pool: that of `future.result()`, say
         if isinstance(error, TaskCancelled) and in_task():
             raise  # in a serial pool of a task: it means the task
-        logger.exception("A callback of %r has failed.", future)
+        logger.exception("A callback of %r has failed.", args[0])
 
 
 def _error_of(value: Any) -> BaseException | Literal[False]:

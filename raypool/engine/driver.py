@@ -189,9 +189,12 @@ class Driver:
         self._inbox.put((event, None))
 
     def do(self, chore: Callable[[], object]) -> None:
-        """Call something short in the driver's thread, after all that was posted before."""
+        """Call something short in the driver's thread, after all that was posted before.
+
+        After the end of the pool, this thread or another that does so calls it.
+        """
         self._inbox.put((None, chore))  # without a lock: finalizers call this, at any moment
-        if not self._inbox.is_threaded:
+        if self.closed.is_set() or not self._inbox.is_threaded:
             self._drain()
 
     # --- event loop -------------------------------------------------------------------------------
@@ -199,17 +202,14 @@ class Driver:
     def _live(self) -> None:
         while not self.closed.is_set():
             self._step()
+        self._drain()
 
     def _drain(self) -> None:
         # not if a call further up this stack, or another thread, is doing so: that takes it too
-        while (
-            not self._inbox.is_empty
-            and not self.closed.is_set()
-            and self._drain_lock.acquire(blocking=False)
-        ):
+        while not self._inbox.is_empty and self._drain_lock.acquire(blocking=False):
             self._drainer = threading.get_ident()
             try:
-                while not self.closed.is_set() and self._step():
+                while self._step():
                     pass
             finally:
                 self._drainer = None
@@ -217,7 +217,12 @@ class Driver:
 
     def _step(self) -> bool:
         """Handle the next message or timer; False if there is neither."""
-        message: Message | None = None
+        if self.closed.is_set():  # only chores are left
+            message = self._inbox.get(self._inbox.now())
+            if message is not None and message[0] is None:
+                message[1]()
+            return message is not None
+        message = None
         try:
             message = self._next_message()
             if message is not None:
@@ -270,13 +275,19 @@ class Driver:
                 self._record.close()
             self._tell.closed()
             with self._submit_lock, self.arrivals.changed:
+                chores = []
+                while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
+                    event, payload = message
+                    if isinstance(event, m.TaskSubmitted):  # too late
+                        self.works[event.spec.task_id] = payload
+                    elif event is None:
+                        chores.append(message)
+                for message in chores:
+                    self._inbox.put(message)
+                # from here on other threads take messages, too: see `do`
                 self.closed.set()
                 self.arrivals.changed.notify_all()
-            # those that came too late; after a failure there are others too
-            while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
-                event, payload = message
-                if isinstance(event, m.TaskSubmitted):
-                    self.works[event.spec.task_id] = payload
+            # after a failure there are others too
             for work in list(self.works.values()):
                 work.end(
                     TaskState.FAILED if self.crash else TaskState.CANCELLED,

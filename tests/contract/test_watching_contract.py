@@ -173,14 +173,34 @@ def test_a_report_callback_gets_what_came_before_it(
 
     def take(future: Any, new: MetricsReport) -> None:
         got.append((future, new))
-        raise LookupError("a mistake in the callback")
+        raise (LookupError, SystemExit)[new.metrics["epoch"]]("a mistake in the callback")
 
     job.add_report_callback(take)
     assert [(future, new.metrics["epoch"]) for future, new in got] == [(job, 0), (job, 1)]
     assert got[0][1].time.tzinfo is not None
-    assert caplog.text.count("A report callback of <Future 'train': finished on worker") == 2
+    for words in ("A report callback of", "A callback of"):
+        assert caplog.text.count(f"{words} <Future 'train': finished on worker") == 1
     with pytest.raises(InvalidTypeError, match="on_report=3 is not callable"):
         pool.parfor(train, [1], on_report=3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("profile", ["inline", "threads"])
+def test_report_callbacks_are_called_although_the_pool_ends(
+    profile: str, eventually: Callable[..., bool]
+) -> None:
+    before: list[int] = []
+    after: list[int] = []
+
+    def end(job: Any) -> None:
+        pool.shutdown(wait=False)
+        # the pool ends first
+        job.add_report_callback(lambda job, new: before.append(new.metrics["epoch"]))
+
+    with parpool(1, profile=profile, quiet=True) as pool:
+        job = pool.parfeval(train, 2)
+        job.add_done_callback(end)
+    job.add_report_callback(lambda job, new: after.append(new.metrics["epoch"]))
+    assert eventually(lambda: before == after == [0, 1])
 
 
 @pytest.mark.concurrent
