@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +50,7 @@ CATCH_UP_S = 5.0
 """How long a reader waits for messages that were sent before a task ended [s]."""
 
 MAX_EARLY = 100
-"""When this many batches wait for an earlier one, that one counts as lost."""
+"""When this many batches wait for an earlier one, they wait no longer."""
 
 MAX_AGAIN_BYTES = 64 * 1024
 """The size of a batch that is sent again with an answer while it is on its way [bytes]."""
@@ -134,10 +134,11 @@ class Outbox:
             if not self._gets_through or self._closed.is_set():
                 return  # nothing gets through, and the training must not stall: it is dropped
             time.sleep(LOOK_AGAIN_S)
+        # first: if a signal interrupts after it, too few bytes count, not too many for ever
+        self._entries.put(entry)
         if size:
             with self._counting:
                 self._num_bytes += size
-        self._entries.put(entry)
         self._ring(entry[0])
 
     def _ring(self, kind: str) -> None:
@@ -299,6 +300,8 @@ class Hub:
         self._arrived: dict[int, int] = {}
         # by worker and number: batches that wait for one before them
         self._early: dict[int, dict[int, bytes]] = {}
+        # by worker: batches that the others no longer wait for
+        self._late: defaultdict[int, set[int]] = defaultdict(set)
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
         self._gone: set[int] = set()  # workers for which nobody waits
         self._is_closed = False
@@ -323,14 +326,19 @@ class Hub:
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take a batch of another process's `Outbox`; b"" is none."""
         with self._changed:
-            if not batch or number <= self._arrived.get(worker_id, 0):
+            if not batch:
+                return
+            if number <= self._arrived.get(worker_id, 0):
+                if number in self._late[worker_id]:
+                    self._late[worker_id].remove(number)
+                    self._open(worker_id, batch)
                 return
             early = self._early.setdefault(worker_id, {})
             early[number] = batch
-            if len(early) > MAX_EARLY:
-                self._skip(worker_id)
+            if self._has_come(worker_id, number):  # nobody waits for those before it
+                self._advance(worker_id, number)
             else:
-                self._take_in_order(worker_id)
+                self._advance(worker_id, min(early) if len(early) > MAX_EARLY else 0)
 
     def waiter(self, worker_id: int, number: int) -> Callable[[], None] | None:
         """Return a function that waits for a worker's batches up to this one; None if all came."""
@@ -349,14 +357,14 @@ class Hub:
         """Note that a worker has gone: no thread waits for it, but late messages count."""
         with self._changed:
             self._gone.add(worker_id)
-            self._skip(worker_id)
+            self._advance(worker_id, max(self._early.get(worker_id, ()), default=0))
 
     def close(self) -> None:
         """Note that no more messages will arrive."""
         with self._changed:
             self._is_closed = True
-            for worker_id in self._early:
-                self._skip(worker_id)
+            for worker_id, early in self._early.items():
+                self._advance(worker_id, max(early, default=0))
             self._changed.notify_all()
         self.records.wait()
 
@@ -368,31 +376,29 @@ class Hub:
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
-                # else they would arrive out of order
-                while any(early <= number for early in self._early.get(worker_id, ())):
-                    self._skip(worker_id)
-                self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
+                self._advance(worker_id, number)
             if self._awaited.get(worker_id, 0) <= number:
                 self._awaited.pop(worker_id, None)
 
-    def _skip(self, worker_id: int) -> None:
-        """Take the batches that are here, although some before them are lost."""
-        early = self._early.get(worker_id)
-        if early:
-            self._arrived[worker_id] = min(early) - 1
-        self._take_in_order(worker_id)
-
-    def _take_in_order(self, worker_id: int) -> None:
+    def _advance(self, worker_id: int, number: int) -> None:
+        """Take the batches up to this one that are here, and those that follow without a gap."""
         early = self._early.get(worker_id, {})
-        number = self._arrived.get(worker_id, 0)
+        arrived = self._arrived.get(worker_id, 0)
         try:
-            while (batch := early.pop(number + 1, None)) is not None:
-                number += 1
-                for entry in pickle.loads(batch):
-                    self._take(worker_id, *entry)
+            while arrived < number or arrived + 1 in early:
+                arrived += 1
+                batch = early.pop(arrived, None)
+                if batch is None:
+                    self._late[worker_id].add(arrived)
+                else:
+                    self._open(worker_id, batch)
         finally:  # also after an error in a batch, which counts as arrived then
-            self._arrived[worker_id] = number
+            self._arrived[worker_id] = arrived
             self._changed.notify_all()
+
+    def _open(self, worker_id: int, batch: bytes) -> None:
+        for entry in pickle.loads(batch):
+            self._take(worker_id, *entry)
 
     def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":

@@ -301,6 +301,24 @@ def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
     assert set(range(num_done)) <= set(steps)
 
 
+def test_an_entry_that_is_interrupted_takes_no_room(
+    outbox: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_BYTES", 1)
+
+    def interrupt(entry: Any) -> None:
+        raise Interruption
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            outbox, "_entries", SimpleNamespace(put=interrupt, qsize=int, empty=lambda: True)
+        )
+        with pytest.raises(Interruption):
+            outbox.send("queue", "key", b"first")
+    outbox.send("queue", "key", b"second")  # else it would wait for ever
+    assert eventually(lambda: agent.entries() == [("queue", "key", b"second")])
+
+
 def test_of_queues_that_keep_the_latest_only_those_are_sent_and_nobody_waits(
     held: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool]
 ) -> None:
