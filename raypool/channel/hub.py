@@ -134,7 +134,7 @@ class Outbox:
             if not self._gets_through or self._closed.is_set():
                 return  # nothing gets through, and the training must not stall: it is dropped
             time.sleep(LOOK_AGAIN_S)
-        # first: if a signal interrupts after it, too few bytes count, not too many for ever
+        # first: if a signal interrupts after it, too few bytes count, not too many forever
         self._entries.put(entry)
         if size:
             with self._counting:
@@ -158,6 +158,13 @@ class Outbox:
         with self._taking:
             sent = [self._sending] if 0 < len(self._sending[1]) <= MAX_AGAIN_BYTES else []
             return [*sent, self._take()]
+
+    def send_now(self) -> int:
+        """Send what waits now; return the number of the newest batch."""
+        number, batch = self.flush()
+        if batch:
+            self._deliver(number, batch)
+        return number
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was added has arrived: this process may be about to end."""

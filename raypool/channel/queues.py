@@ -521,9 +521,9 @@ class QueueOwner:
         return len(self.values) < self._capacity and not self._putters
 
     def _append(self, entry: Any) -> None:
+        if self._listeners:
+            self._serve()  # first: if a signal interrupts after it, no value is left unserved
         self.values.append(entry)
-        if self._listeners and self._server is None:
-            self._serve()
         self._filled.notify()
 
     # --- values that are taken --------------------------------------------------------------------
@@ -569,7 +569,7 @@ class QueueOwner:
         listener = Listener(fn, self._unlisten)
         with self._lock:
             self._listeners.append(listener)
-            if self.values and self._server is None:
+            if self.values:
                 self._serve()
             self._filled.notify_all()
         return listener
@@ -584,6 +584,9 @@ class QueueOwner:
             self._emptied.notify_all()
 
     def _serve(self) -> None:
+        # a thread that is not alive was interrupted before it began
+        if self._server is not None and self._server.is_alive():
+            return
         self._server = threading.Thread(
             target=self._hand_out, name=f"raypool-queue-{self.key[:8]}", daemon=True
         )
@@ -593,6 +596,8 @@ class QueueOwner:
         """Give the listeners the values, one by one; end after a silence."""
         while True:
             with self._lock:
+                if self._server is not threading.current_thread():
+                    return  # it began late, and another has its place
                 self._is_handing_out = False
                 if not self.values:
                     self._emptied.notify_all()  # `close` may wait for that
@@ -646,8 +651,8 @@ class QueueOwner:
             self.is_closed = True
             self._is_closing |= is_first
             rejected = self._reject(CLOSED)
-        _tell(rejected)
         try:
+            _tell(rejected)
             if is_first and self.has_travelled:
                 for source in tuple(sources):
                     # then nothing more comes from there
@@ -679,9 +684,16 @@ class QueueOwner:
 
 
 def _tell(putters: list[_Putter]) -> None:
-    for putter in putters:
-        if putter.answer is not None and putter.outcome is not None:
-            putter.answer(putter.outcome)
+    def tell() -> None:
+        for putter in putters:
+            if putter.answer is not None and putter.outcome is not None:
+                putter.answer(putter.outcome)
+
+    try:
+        tell()
+    except BaseException:  # Ctrl-C, say: workers that hear nothing would wait forever
+        tell()
+        raise
 
 
 def closed_error() -> QueueClosedError:
@@ -716,11 +728,13 @@ class QueueProxy:
             raise closed_error()
         pickled = way.pack(value, "a value of a queue")
         if self._maxsize is not None and self._policy == "block":
-            self.is_closed = way.ask("offer", self.key, pickled) == CLOSED
+            if way.ask("offer", self.key, pickled) == CLOSED:
+                self.is_closed = True
         else:
             if self._joined is not way:  # once for each exchange, which tells of the queue's end
                 _hear_of_ends(way)
-                self.is_closed = way.ask("join_queue", self.key, way.worker_id)
+                if way.ask("join_queue", self.key, way.worker_id):
+                    self.is_closed = True  # never False: `_hear` may know more by now
                 self._joined = way
             if self.is_closed:
                 raise closed_error()
@@ -739,15 +753,15 @@ _heard: WorkerLink | None = None
 
 
 def _hear_of_ends(way: WorkerLink) -> None:
-    """Start a thread that waits for the ends of queues, for as long as the pool lives."""
-    global _heard
+    """Start a thread that waits for the ends of queues, for as long as the exchange lives."""
+    # until it is `_heard` there may be two, which does no harm
     if _heard is not way:
         threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()
-        # after it: if a signal interrupts here, there are two threads, which does no harm
-        _heard = way
 
 
 def _hear(way: WorkerLink) -> None:
+    global _heard
+    _heard = way
     ended: list[str] = []
     number = 0
     while True:
@@ -758,5 +772,12 @@ def _hear(way: WorkerLink) -> None:
                 if proxy is not None:
                     proxy.is_closed = True
             number = way.flush()
-        except Exception:  # the pool has ended, and soon this process
+        except (
+            Exception
+        ):  # the exchange was lost, and the next `put` joins another; or the pool ends
+            if _heard is way:
+                _heard = None  # before `_joined`, which `put` looks at first
+            for proxy in list(proxies_by_key.values()):
+                if proxy._joined is way:
+                    proxy._joined = None
             return

@@ -315,7 +315,7 @@ def test_an_entry_that_is_interrupted_takes_no_room(
         )
         with pytest.raises(Interruption):
             outbox.send("queue", "key", b"first")
-    outbox.send("queue", "key", b"second")  # else it would wait for ever
+    outbox.send("queue", "key", b"second")  # else it would wait forever
     assert eventually(lambda: agent.entries() == [("queue", "key", b"second")])
 
 

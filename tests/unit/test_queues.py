@@ -22,10 +22,12 @@ from raypool import (
     PoolClosedError,
     QueueClosedError,
     SerializationError,
+    WorkerLostError,
 )
 from raypool.channel import queues
 from raypool.channel.exchange import LocalExchange
 from raypool.channel.queues import add_source, deliver, drop_source, offer
+from raypool.errors import LossReason
 from raypool.worker.running import this_process
 
 TIMEOUT_S = 300.0
@@ -406,6 +408,25 @@ def test_a_listener_may_close_its_queue(eventually: Any) -> None:
     assert seen == ["go", "stop"]
 
 
+def test_a_thread_of_the_listeners_that_does_not_start_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue: DataQueue[int] = DataQueue()
+    seen: list[int] = []
+    queue.after_each(seen.append)
+
+    def interrupt(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.put(1)
+    queue.put(2)
+    queue.close()
+    assert seen == [2]
+
+
 def test_the_thread_of_the_listeners_ends_after_a_silence_and_comes_back(eventually: Any) -> None:
     queue: DataQueue[int] = DataQueue()
     seen: list[int] = []
@@ -447,6 +468,42 @@ def test_a_queue_that_nobody_holds_is_forgotten_and_what_comes_is_dropped() -> N
     deliver(key, pickle.dumps(3))
     offer(key, pickle.dumps(4), answers.append)
     assert answers == ["taken"] * 3
+
+
+class Interrupted:
+    """Takes answers to offers; each of the first few tries is interrupted."""
+
+    def __init__(self, num_interruptions: int) -> None:
+        self.num_interruptions = num_interruptions
+        self.answers: list[str] = []
+
+    def __call__(self, outcome: str) -> None:
+        if self.num_interruptions:
+            self.num_interruptions -= 1
+            raise KeyboardInterrupt
+        self.answers.append(outcome)
+
+
+def test_who_waits_for_room_afar_is_let_in_although_the_reader_is_interrupted() -> None:
+    queue: DataQueue[int] = DataQueue(maxsize=1)
+    queue.put(0)
+    answer = Interrupted(1)
+    offer(key_of(queue), pickle.dumps(1), answer)
+    with pytest.raises(KeyboardInterrupt):
+        queue.get()
+    assert answer.answers == ["taken"]
+    assert queue.get() == 1
+
+
+def test_a_queue_whose_closing_is_interrupted_is_closed() -> None:
+    queue: DataQueue[int] = DataQueue(maxsize=1)
+    queue.put(0)
+    offer(key_of(queue), pickle.dumps(1), Interrupted(2))
+    with pytest.raises(KeyboardInterrupt):
+        queue.close()
+    assert queue.get() == 0
+    with pytest.raises(QueueClosedError):
+        queue.get(timeout_s=0)
 
 
 def test_a_queue_with_listeners_lives_until_they_are_removed(eventually: Any) -> None:
@@ -695,6 +752,56 @@ def test_closing_is_known_afar_when_it_returns_and_what_was_put_before_is_here(
         away.put(3)
     far_link.flush()
     assert list(queue) == [1, 2]
+
+
+def test_a_queue_that_is_closed_while_a_worker_joins_it_takes_nothing(
+    far_link: FakeLink, far_pool: FakePool, sent_away: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue: DataQueue[int] = DataQueue()
+    away = sent_away(queue)
+
+    def ask(method: str, *args: Any) -> Any:
+        answer = far_pool.ask(method, *args)
+        if method == "join_queue":
+            queue.close()
+        return answer
+
+    monkeypatch.setattr(far_link, "ask", ask)
+    with pytest.raises(QueueClosedError):
+        away.put(1)
+    assert not far_link.sent
+
+
+def test_a_worker_hears_of_the_end_of_a_queue_from_the_next_exchange_too(
+    far_link: FakeLink,
+    far_pool: FakePool,
+    sent_away: Any,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue: DataQueue[int] = DataQueue()
+    away = sent_away(queue)
+    lost, far_pool.exchange = far_pool.exchange, LocalExchange(far_pool._pass_on)
+    before = set(threading.enumerate())
+
+    def ask(method: str, *args: Any) -> Any:
+        try:
+            return far_link.exchange.ask(method, *args)
+        except PoolClosedError:
+            far_link.exchange = far_pool.exchange
+            raise WorkerLostError("lost", reason=LossReason.EXIT, attempts=1) from None
+
+    monkeypatch.setattr(far_link, "ask", ask)
+    away.put(1)
+    (hearing,) = {
+        thread for thread in set(threading.enumerate()) - before if "-ends" in thread.name
+    }
+    lost.close()
+    assert eventually(lambda: not hearing.is_alive())
+    away.put(2)
+    queue.close()
+    with pytest.raises(QueueClosedError):
+        away.put(3)
 
 
 def test_a_process_that_hears_of_a_closed_queue_later_cannot_put(

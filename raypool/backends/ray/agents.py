@@ -341,11 +341,12 @@ class Agents:
             self._replace(agent)
             return
 
-        def answer(ticket: int, outcome: str) -> None:  # from any thread
+        def answer(ticket: int, outcome: str) -> None:
             if not self._is_closed and is_up():
                 agent.exchange.remote("answer", ticket, outcome)
 
-        answers = OfferAnswers(answer)
+        # in this thread: Ctrl-C in that of a reader would leave the worker without an answer
+        answers = OfferAnswers(lambda *given: self.later(functools.partial(answer, *given)))
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))

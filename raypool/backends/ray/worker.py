@@ -291,7 +291,7 @@ class PoolWorker:
         """
         self._agent = agent
         self._folders.attach(agent, home, is_far)
-        this_process.link = WorkerLink(self._worker_id, self._outbox, agent, home, home_name)
+        this_process.link = WorkerLink(self._worker_id, self._outbox, home, home_name)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
@@ -515,16 +515,15 @@ class WorkerLink:
     """This process's connection to its pool: an `ExchangeClient` that also sends messages.
 
     `send` returns at once, unless far too much is on its way. `send_latest` is for queues that keep
-    the newest values. `drain` waits until what was sent has arrived.
+    the newest values. `drain` waits until what was sent has arrived; `flush` sends what waits.
     """
 
     def __init__(
-        self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
+        self, worker_id: int, outbox: Outbox, home: Any, home_name: tuple[str, int]
     ) -> None:
         self.worker_id = worker_id
         self.send, self.send_latest, self.drain = outbox.send, outbox.send_latest, outbox.drain
-        self._outbox = outbox
-        self._agent = agent
+        self.flush = outbox.send_now
         self._home = home
         self._home_name = home_name
 
@@ -543,10 +542,12 @@ class WorkerLink:
             WorkerLostError: The exchange's process has died.
             PoolClosedError: The pool has ended.
         """
+        home = self._home
         try:
-            return ask(self._home, method, *args)
+            return ask(home, method, *args)
         except WorkerLostError:
-            self._find_next_home()  # what is tried again at once is to find it
+            if self._home is home:  # else another thread has found the next
+                self._find_next_home()  # what is tried again at once is to find it
             raise
 
     def _find_next_home(self) -> None:
@@ -559,13 +560,6 @@ class WorkerLink:
                 self._home_name = name, number + 1
                 return
             time.sleep(LOOK_AGAIN_S)
-
-    def flush(self) -> int:
-        """Send waiting messages now; return the number of the newest batch."""
-        number, batch = self._outbox.flush()
-        if batch:
-            ray.get(self._agent.push.remote(self.worker_id, number, batch))
-        return number
 
 
 def _enter_mps(agent: Any) -> str | None:
