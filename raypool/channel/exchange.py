@@ -38,9 +38,10 @@ class Exchange:
     Args:
         pass_on: Hands a value that is offered to a queue to the process that has opened the pool:
             queue, ticket, value. That process calls `answer(ticket, outcome)`.
+        store_key: The key of the pool's store, the same for an exchange that replaces this one.
     """
 
-    def __init__(self, pass_on: PassOn) -> None:
+    def __init__(self, pass_on: PassOn, store_key: str) -> None:
         self._pass_on = pass_on
         self._tickets = itertools.count()
         self._offers: dict[int, asyncio.Future[str]] = {}
@@ -52,7 +53,7 @@ class Exchange:
         self._unaware: dict[str, set[int]] = {}
         self._numbers: dict[str, dict[int, int]] = {}
         self._all_know: dict[str, asyncio.Event] = {}
-        self._shelf = Shelf()
+        self._shelf = Shelf(store_key)
         self._new_groups: dict[int, NewGroup] = {}
 
     # --- queues with a limit ----------------------------------------------------------------------
@@ -170,8 +171,8 @@ class StoreWatcher:
 class Shelf:
     """The packed values of a store, in the order of their keys' first `put`."""
 
-    def __init__(self) -> None:
-        self.key = uuid.uuid4().hex
+    def __init__(self, key: str) -> None:
+        self.key = key
         self._values: dict[Any, Any] = {}
         self._awaited: dict[Any, list[asyncio.Future[Any]]] = {}
         self._watchers: dict[int, StoreWatcher] = {}
@@ -268,7 +269,7 @@ class LocalExchange:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._closed: str | None = None  # why, if it is
-        self._exchange = Exchange(pass_on)
+        self._exchange = Exchange(pass_on, uuid.uuid4().hex)
         _all_local.add(self)
 
     def pack(self, value: Any, what: str) -> Any:

@@ -70,11 +70,20 @@ def the_agent(eventually: Eventually) -> Callable[[], psutil.Process]:
 def test_it_ends_when_it_is_told_to(
     first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually
 ) -> None:
-    before, (worker,) = the_agent(), first.workers
+    before, (worker,), store = the_agent(), first.workers, first.store
+    first.parfeval(store.put, "key", 1).result(300)
     before.terminate()
     psutil.Process(worker.pid).kill()
     assert first.parfeval(os.getpid).result(300) != worker.pid
     assert eventually(lambda: not before.is_running())
+
+    def is_shared() -> bool:
+        with contextlib.suppress(WorkerLostError):  # until another takes its place
+            store["other"] = 2
+            return bool(first.parfeval(store.keys).result(300) == ["other"])
+        return False
+
+    assert eventually(is_shared), "also a store that has travelled"
 
 
 def test_one_that_answers_nobody_is_replaced(

@@ -23,7 +23,7 @@ def awaited_in(exchange: LocalExchange) -> dict[str, Any]:
 
 
 def new_exchange() -> Exchange:
-    return Exchange(lambda queue, ticket, value: None)
+    return Exchange(lambda queue, ticket, value: None, "key")
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
@@ -42,7 +42,7 @@ async def settle() -> None:
 def test_an_offer_waits_for_its_own_answer() -> None:
     async def scenario() -> None:
         passed: list[tuple[str, int, bytes]] = []
-        exchange = Exchange(lambda *offered: passed.append(offered))
+        exchange = Exchange(lambda *offered: passed.append(offered), "key")
         first = asyncio.create_task(exchange.offer("q", b"1"))
         second = asyncio.create_task(exchange.offer("q", b"2"))
         await settle()
@@ -59,7 +59,7 @@ def test_an_offer_waits_for_its_own_answer() -> None:
 def test_an_answer_to_nobody_is_dropped() -> None:
     async def scenario() -> None:
         tickets: list[int] = []
-        exchange = Exchange(lambda queue, ticket, value: tickets.append(ticket))
+        exchange = Exchange(lambda queue, ticket, value: tickets.append(ticket), "key")
         given_up = asyncio.create_task(exchange.offer("q", b""))
         await settle()
         given_up.cancel()

@@ -48,6 +48,24 @@ def test_memory_that_is_back_already() -> None:
     assert list(readings) == []
 
 
+def test_a_worker_is_watched_once(run_python: Callable[..., object]) -> None:
+    """Also if it is attached again, since another agent was lost."""
+    run_python("""
+        import asyncio, os
+        from raypool.backends.ray.node_agent import NodeAgent, WorkerProcess
+        from raypool.gpus.nvml import NvmlInventory
+        async def watch():
+            agent = NodeAgent(None, NvmlInventory(), "store")
+            worker = WorkerProcess(os.getpid(), os.pipe()[1], os.memfd_create("board"))
+            numbers = []
+            for _ in range(2):
+                await agent.watch(0, worker, (), None)
+                numbers.append(len(os.listdir("/proc/self/fd")))
+            assert numbers[0] == numbers[1], numbers
+        asyncio.run(watch())
+        """)
+
+
 def test_without_a_gpu_nothing_is_used() -> None:
     assert NvmlInventory().memory_used([]) == 0
     assert NvmlInventory().memory_used([99]) is None

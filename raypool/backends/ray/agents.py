@@ -104,7 +104,7 @@ class Agents:
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
-        # workers find the next one by it
+        # workers find the next home agent by this name, which is also the key of the store
         self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0
         # the agent of its node, and the reference of its answer to `watch`
         self._by_worker: dict[int, tuple[Any, Any]] = {}
@@ -277,7 +277,11 @@ class Agents:
                 if is_home:
                     self._num_homes += 1
                     options["name"] = f"{self._home_name}-{self._num_homes}"
-                agent = ray.remote(NodeAgent).options(**options).remote(driver, self._inventory)
+                agent = (
+                    ray.remote(NodeAgent)
+                    .options(**options)
+                    .remote(driver, self._inventory, self._home_name)
+                )
                 self._agents[node_id] = agent
                 self._take(agent)
                 if is_home:

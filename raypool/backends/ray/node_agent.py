@@ -141,9 +141,12 @@ class NodeAgent:
         driver: Pid and start time of the driver's process, if it is on this node: everything here
             ends with it.
         inventory: Tells the GPUs of a machine.
+        store_key: See `Exchange`.
     """
 
-    def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
+    def __init__(
+        self, driver: tuple[int, float] | None, inventory: Inventory, store_key: str
+    ) -> None:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
         # SIGTERM ends it: Ray would let running calls return first, which `take` never does.
@@ -158,7 +161,7 @@ class NodeAgent:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_finished = False
-        self._exchange = Exchange(self._pass_on)
+        self._exchange = Exchange(self._pass_on, store_key)
         self._temporary = TemporaryFolder()
         self._tokens: dict[str, str | OSError] = {}  # of folders, from a driver elsewhere
         self._mps = Mps(self._temporary.path)
@@ -174,7 +177,9 @@ class NodeAgent:
         """
         if not self._watched:
             self._watch_driver()
-        self._watched.setdefault(worker_id, None)
+        if worker_id in self._watched:
+            return  # another agent was lost, and all workers are attached again
+        self._watched[worker_id] = None
         # it has gone already
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
             watched = self._watched[worker_id] = Watched(process, gpus, actor)
