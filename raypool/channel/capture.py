@@ -428,5 +428,5 @@ def _hand_out(payload: bytes) -> None:
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):  # the level may have changed meanwhile
             logger.handle(record)
-    except Exception:  # a filter of the user's, say
+    except BaseException:  # a handler's sys.exit(), say: later records need the thread
         traceback.print_exc()

@@ -152,7 +152,10 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
 
 def _newest_import() -> tuple[int, str]:
     """Return values that every import changes: the number of modules, and the last one."""
-    return len(sys.modules), next(reversed(sys.modules))
+    last = ""
+    with contextlib.suppress(RuntimeError):  # another thread imports: the next look finds a change
+        last = next(reversed(sys.modules))
+    return len(sys.modules), last
 
 
 class Loaded(NamedTuple):

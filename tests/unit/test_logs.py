@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from raypool.channel.capture import Forwarder, Levels, levels_here, unpacked
+from raypool.channel.capture import Forwarder, Levels, Records, levels_here, packed, unpacked
 from raypool.worker.running import TaskContext, running
 
 X = logging.getLogger("raypool_test.x")
@@ -122,6 +123,26 @@ def test_a_forked_child_of_a_task_sends_nothing(worker: Worker) -> None:
         X.error("from the child")
         os._exit(len(worker.payloads))
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_handler_that_exits_costs_no_later_record(capsys: pytest.CaptureFixture[str]) -> None:
+    class Exiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            handled.append(record.getMessage())
+            sys.exit("a mistake in the handler")
+
+    handled: list[str] = []
+    handler, records = Exiting(), Records()
+    X.addHandler(handler)
+    try:
+        for text in ("first", "second"):
+            record = logging.makeLogRecord({"name": X.name, "levelno": logging.ERROR, "msg": text})
+            records.put(packed(record, worker=0, item=0))
+            records.wait()
+    finally:
+        X.removeHandler(handler)
+    assert handled == ["first", "second"]
+    assert capsys.readouterr().err.count("SystemExit: a mistake in the handler") == 2
 
 
 def test_levels_are_looked_at_again_when_one_has_changed() -> None:

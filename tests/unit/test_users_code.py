@@ -100,6 +100,26 @@ def test_of_a_module_that_was_edited_before_anybody_looked_the_version_is_not_kn
     assert Project().look().versions[NAME].digest
 
 
+def test_another_thread_may_import_meanwhile(
+    lab: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Importing(dict[str, ModuleType]):
+        """Modules, of which one more is there after each look at the last one."""
+
+        def __reversed__(self) -> Iterator[str]:
+            found = super().__reversed__()
+            self[f"imported_meanwhile_{len(self)}"] = ModuleType("other")
+            return found
+
+    project = Project()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", Importing(sys.modules))
+        sys.modules.pop(NAME)
+        assert NAME not in project.look().versions
+        sys.modules[NAME] = lab
+        assert NAME in project.look().versions
+
+
 def test_packages_are_not_looked_into() -> None:
     versions = Project().look().versions
     assert __name__ in versions
