@@ -8,24 +8,23 @@ that called `optimize`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
 
 from raypool.channel.queues import DataQueue
 from raypool.errors import InvalidTypeError, checked_count, optional_count
+from raypool.futures import Future, cancel_each
 from raypool.options import check_callable
 from raypool.pool import PoolView, gcp
 from raypool.search.storage import stoppable
 from raypool.task import current_task
-
-if TYPE_CHECKING:
-    from raypool.futures import Future
 
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 
@@ -213,15 +212,17 @@ class _Run:
     def begin(self) -> None:
         """Begin a trial."""
         trial = self._study.ask(self._space)
-        future = self._view.parfeval(
-            run_objective, self._objective, self._queue, self._key, trial.number, trial.params
-        )
+        arguments = self._objective, self._queue, self._key, trial.number, trial.params
+        try:
+            future = self._view.parfeval(run_objective, *arguments)
+        except BaseException:
+            self._fail(trial)
+            raise
         self._running[trial.number] = trial, future
-        # behind all that the trial has put there
-        future.add_done_callback(functools.partial(self._note_end, trial.number))
+        future.add_done_callback(functools.partial(self._note, trial.number, "end"))
 
-    def _note_end(self, number: int, _: Any) -> None:
-        self._queue.put((number, None, "end", (), {}))
+    def _note(self, number: int, verb: str, _: Any = None) -> None:
+        self._queue.put((number, None, verb, (), {}))
 
     def take(self, catch: tuple[type[Exception], ...], callbacks: Sequence[Callback]) -> None:
         """Wait for the next thing that a trial wants, and do it."""
@@ -230,6 +231,10 @@ class _Run:
             return  # an attempt that was lost
         trial, future = self._running[number]
         if verb == "end":
+            self._queue.backlog  # noqa: B018 - waits for the trial's last messages
+            self._note(number, "told all")
+            return
+        if verb == "told all":
             self._take_end(number, trial, future, catch, callbacks)
             return
         answer, error = None, None
@@ -251,23 +256,30 @@ class _Run:
         callbacks: Sequence[Callback],
     ) -> None:
         states = optuna.trial.TrialState
-        del self._running[number]
         error = future.exception()
         if error is None:
             value, pruned = future.result()
-            frozen = self._study.tell(
-                trial, value, None if pruned is None else states.PRUNED, skip_if_finished=True
-            )
+            state = None if pruned is None else states.PRUNED
         else:
-            frozen = self._study.tell(trial, state=states.FAIL, skip_if_finished=True)
-            if not isinstance(error, catch):
-                raise error
+            value, state = None, states.FAIL
+        frozen = self._study.tell(trial, value, state, skip_if_finished=True)
+        del self._running[number]  # now: `end` tells the study of those that are left
+        if error is not None and not isinstance(error, catch):
+            raise error
         for callback in callbacks:
             callback(self._study, frozen)
 
     def end(self) -> None:
-        """Cancel what still runs after an error: Optuna would count it as running forever."""
-        for trial, future in self._running.values():
-            future.cancel()
+        """Cancel what still runs after an error."""
+        running = list(self._running.values())
+        cancel_each([future for _, future in running])
+        try:
+            for trial, _ in running:
+                self._fail(trial)
+        finally:
+            self._queue.close()
+
+    def _fail(self, trial: optuna.Trial) -> None:
+        """Tell the study that a trial failed: Optuna would count it as running forever."""
+        with contextlib.suppress(Exception):  # another error is on its way to the user
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
-        self._queue.close()

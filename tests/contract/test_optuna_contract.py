@@ -9,10 +9,12 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.exceptions import StorageInternalError
 from optuna.study import MaxTrialsCallback
 from optuna.trial import TrialState
 
-from raypool import InvalidTypeError, ParallelPool
+from raypool import InvalidTypeError, ParallelPool, PoolClosedError
+from raypool.channel.hub import Hub
 from raypool.interop.optuna import optimize
 
 pytestmark = pytest.mark.concurrent
@@ -137,3 +139,86 @@ def test_callbacks_storage_and_a_space_that_is_known(pool: ParallelPool, tmp_pat
     assert seen == [0, 1, 2, 3, 4]
     optimize(study, quadratic, 2, pool=pool, timeout=0.0)
     assert len(study.trials) == 5
+
+
+def test_no_trial_runs_on_where_the_study_cannot_be_told(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch, make_gate: Any, marks: Any, eventually: Any
+) -> None:
+    have_begun, never = make_gate(), make_gate()
+
+    def objective(trial: Any) -> float:
+        if trial.number == 0:
+            have_begun.wait()
+            return 0.0
+        marks.add("begun")
+        try:
+            never.wait()
+        except BaseException:
+            marks.add("cancelled")
+            raise
+        return 1.0
+
+    study = optuna.create_study()
+    tell, locked = study.tell, {0, 1}
+
+    def tell_later(trial: optuna.Trial, *args: Any, **kwargs: Any) -> Any:
+        if trial.number in locked:
+            locked.remove(trial.number)
+            raise StorageInternalError("database is locked")
+        return tell(trial, *args, **kwargs)
+
+    def open_when_all_run() -> None:
+        if eventually(lambda: marks.count("begun") == 2):
+            have_begun.open()
+
+    monkeypatch.setattr(study, "tell", tell_later)
+    opener = threading.Thread(target=open_when_all_run)
+    opener.start()
+    with pytest.raises(StorageInternalError):
+        optimize(study, objective, 3, pool=pool)
+    opener.join()
+    assert eventually(lambda: marks.count("cancelled") == 2)
+    found = [trial.state for trial in study.trials]
+    assert found == [TrialState.FAIL, TrialState.RUNNING, TrialState.FAIL], "1 could not be told"
+
+
+@pytest.mark.threads
+def test_a_trial_that_cannot_be_submitted_has_failed(pool: ParallelPool) -> None:
+    study = optuna.create_study()
+    with pytest.raises(PoolClosedError):
+        optimize(
+            study, quadratic, 2, pool=pool, callbacks=[lambda *_: pool.shutdown()], max_in_flight=1
+        )
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.FAIL]
+
+
+@pytest.mark.processes
+def test_the_last_messages_of_a_trial_count_also_if_its_result_arrives_first(
+    pool: ParallelPool, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, catch_up = Hub.deliver, Hub.catch_up
+    held: list[tuple[int, int, bytes]] = []
+
+    def hold_back(hub: Hub, worker_id: int, number: int, batch: bytes) -> None:
+        if b"set_user_attr" in batch:
+            held.append((worker_id, number, batch))
+            gate.open()
+        else:
+            deliver(hub, worker_id, number, batch)
+
+    def bring(hub: Hub) -> None:
+        for batch in held:
+            deliver(hub, *batch)
+        catch_up(hub)
+
+    def objective(trial: Any) -> float:
+        trial.set_user_attr("kind", "svc")
+        gate.wait()
+        return 0.0
+
+    study = optuna.create_study()
+    monkeypatch.setattr(Hub, "deliver", hold_back)
+    monkeypatch.setattr(Hub, "catch_up", bring)
+    optimize(study, objective, 1, pool=pool)
+    assert held
+    assert study.trials[0].user_attrs == {"kind": "svc"}
