@@ -37,6 +37,7 @@ keyword-only and survive pickling.
 from __future__ import annotations
 
 import bdb
+import contextlib
 import copyreg
 import errno
 import functools
@@ -93,6 +94,13 @@ class LossReason(Enum):
     STOPPED = "stopped"
     FAULTY = "fails every task"
     UNKNOWN = "unknown"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception once, unless its class refuses attributes, as a user's may."""
+    with contextlib.suppress(Exception):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 class RaypoolError(Exception):

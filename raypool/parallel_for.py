@@ -40,7 +40,13 @@ from raypool.core.messages import (
 from raypool.core.model import TaskSpec, TaskState
 from raypool.engine.engine import Engine
 from raypool.engine.loop import CallItems, LoopOptions, LoopWork, Lost, Segment, Tail
-from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    add_note,
+    optional_count,
+    whole_number,
+)
 from raypool.options import check_callable, check_name, takes
 from raypool.results import FrameRows, Results, Row, run_name
 from raypool.worker.running import in_task
@@ -364,7 +370,7 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
             try:
                 costs.append(cost(item))
             except Exception as error:
-                error.add_note(f"raypool: cost= was asked for item {index}")
+                add_note(error, f"raypool: cost= was asked for item {index}")
                 raise
     elif isinstance(cost, (str, bytes, Mapping)) or not (
         hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
@@ -492,7 +498,7 @@ class LoopRun:
             attach(again, self.results())
             raise
         if self._work.trouble is not None:
-            error.add_note(f"raypool: {self._work.trouble}")
+            add_note(error, f"raypool: {self._work.trouble}")
 
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         """Draw from a generator, at most the look-ahead before the first item without a result."""
@@ -693,7 +699,7 @@ class LoopRun:
         if work.run_dir is not None and work.trouble is None:
             places.append(f"in {work.run_dir}: run the same call again to continue from there")
         where = f"; they are {', and '.join(places)}" if places else ""
-        error.add_note(f"raypool: {count} {of} of {work.label} had finished{where}.")
+        add_note(error, f"raypool: {count} {of} of {work.label} had finished{where}.")
 
     def results(self) -> Results[Any]:
         """Join the results that have arrived so far."""
@@ -1000,11 +1006,11 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
         error = work.broken_by
     if error is None and is_complete:
         error = next(iter(results.errors.values()))
-        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-            error.add_note(
-                f"raypool: {len(results.errors):,} of {len(results):,} items failed"
-                f"{'; .results has the others' if has_values else ''}."
-            )
+        add_note(
+            error,
+            f"raypool: {len(results.errors):,} of {len(results):,} items failed"
+            f"{'; .results has the others' if has_values else ''}.",
+        )
     if error is None:
         how, again = "cancelled", ""
         if work.stopped_by is not None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from raypool.errors import add_note
 from raypool.worker.running import PLAIN, TaskContext, note_here, notes_here
 
 STREAMS = ("stdout", "stderr")
@@ -218,8 +219,7 @@ def add_last_lines(error: BaseException, text: str) -> None:
         for line in text[-KEPT_TEXT:].rstrip().split("\n")[-MAX_LINES:]
     ]
     if any(lines):
-        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-            error.add_note("\n  ".join(["raypool: its last output:", *lines]))
+        add_note(error, "\n  ".join(["raypool: its last output:", *lines]))
 
 
 # --- log records of tasks -------------------------------------------------------------------------

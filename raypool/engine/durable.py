@@ -37,7 +37,7 @@ from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, line_of
 from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
-from raypool.errors import InternalError, JournalError, TaskError
+from raypool.errors import InternalError, JournalError, TaskError, add_note
 from raypool.journal.files import DIARY, METRICS, Damaged, append, make_folder
 from raypool.journal.fingerprints import source_of
 from raypool.journal.journal import Journal
@@ -382,9 +382,7 @@ class DurableLoop(LoopWork):
     ) -> None:
         if trouble is not None:
             if self.first_error is not None:
-                # it is the user's class, and may refuse attributes
-                with contextlib.suppress(Exception):
-                    self.first_error.add_note(f"raypool: {trouble}")
+                add_note(self.first_error, f"raypool: {trouble}")
             state, error = TaskState.FAILED, error or trouble
         self._wake(state, error)
 

@@ -33,6 +33,7 @@ from raypool.errors import (
     InvalidValueError,
     PoolBrokenError,
     PoolClosedError,
+    add_note,
     check_installed,
     checked_count,
     optional_count,
@@ -57,7 +58,7 @@ from raypool.parallel_for import (
 from raypool.results import Results, Row, best_first
 from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
-from raypool.search.storage import check_space, patient, stoppable
+from raypool.search.storage import check_space, patient, stoppable, undoing
 from raypool.worker.folders import checkpoint_time, copy_checkpoint, remove_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
@@ -528,17 +529,13 @@ def open_study(wanted: SearchOptions, work: LoopWork) -> optuna.Study:
     return study
 
 
-@contextlib.contextmanager
-def quiet_optuna() -> Iterator[None]:
+def quiet_optuna() -> contextlib.ExitStack:
     """Let Optuna not announce each study and trial: raypool shows them."""
     import optuna
 
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)
+    return undoing(optuna.logging.set_verbosity, before)
 
 
 def check_direction(study: optuna.Study, mode: str) -> None:
@@ -1214,8 +1211,9 @@ class Search(LoopRun):
             self._tell(trial, "failed")
             most = self._options.max_failures
             if most is not None and self._num_failed > most:
-                self._first_error.add_note(
-                    f"raypool: {self._num_failed} trials failed, more than max_failures={most}."
+                add_note(
+                    self._first_error,
+                    f"raypool: {self._num_failed} trials failed, more than max_failures={most}.",
                 )
                 raise self._first_error
             return
@@ -1318,5 +1316,5 @@ class Search(LoopRun):
 
     def _raise_if_none_is_good(self) -> None:
         if self._first_error is not None and self._num_failed == len(self.trials):
-            self._first_error.add_note(f"raypool: all {len(self.trials)} trials failed.")
+            add_note(self._first_error, f"raypool: all {len(self.trials)} trials failed.")
             raise self._first_error

@@ -32,27 +32,27 @@ SPACE = "space.json"
 """The file in the folder of a search with its space."""
 
 
-@contextlib.contextmanager
-def patient(study: optuna.Study, run_dir: Path | None) -> Iterator[None]:
+def undoing(undo: Callable[..., Any], *args: Any) -> contextlib.ExitStack:
+    """Return a context that calls `undo(*args)` at its end."""
+    # a generator of `contextmanager` would set attributes of the user's exceptions: some refuse
+    stack = contextlib.ExitStack()
+    stack.callback(undo, *args)
+    return stack
+
+
+def patient(study: optuna.Study, run_dir: Path | None) -> contextlib.ExitStack:
     """Let all calls of a study's storage wait while that is locked or out of reach."""
     storage = study._storage  # private, but samplers, pruners and trials use it as well
     study._storage = PatientStorage(storage, study.study_name, run_dir)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        study._storage = storage
+    return undoing(setattr, study, "_storage", storage)
 
 
-@contextlib.contextmanager
-def stoppable(study: optuna.Study) -> Iterator[None]:
+def stoppable(study: optuna.Study) -> contextlib.ExitStack:
     """Let `study.stop()`, which callbacks and some samplers call, only set the study's flag."""
     # private: there is no public way outside of `Study.optimize`
     local = study._thread_local
     local.in_optimize_loop, study._stop_flag = True, False
-    try:
-        yield
-    finally:
-        local.in_optimize_loop = False
+    return undoing(setattr, local, "in_optimize_loop", False)
 
 
 class PatientStorage:

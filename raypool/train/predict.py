@@ -24,7 +24,13 @@ from torch import nn
 
 from raypool.channel.records import Function
 from raypool.engine.engine import Engine, submit_call, submit_function
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, checked_count
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RaypoolError,
+    add_note,
+    checked_count,
+)
 from raypool.futures import Future, cancel_each
 from raypool.gpus.memory import kept
 from raypool.options import Options, Where, check_callable
@@ -256,7 +262,7 @@ class Predictor:
                     batch = batch_of(piece, first, last, self._dataset)
                     outputs.append(self._outputs(model, _moved(batch, device, dtype), last - first))
                 except Exception as error:
-                    error.add_note(f"raypool: samples {first} to {last - 1} of the data")
+                    add_note(error, f"raypool: samples {first} to {last - 1} of the data")
                     raise
             return joined(outputs)
 

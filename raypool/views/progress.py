@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool.views.lines import LogLines, is_terminal
@@ -66,7 +66,7 @@ class LoopWatch:
         rest_s = max(self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S))
         self._next_at = self._clock() + rest_s
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Show the end of the loop."""
         self._status.end()
         self._try(self._view.end)
@@ -81,10 +81,9 @@ class LoopWatch:
                 logger.warning(text, self._status.label, describe_error(error))
 
 
-@contextlib.contextmanager
 def watched(
     progress: bool | Callable[..., Any] | None, status: LoopStatus, is_serial: bool
-) -> Iterator[LoopWatch | None]:
+) -> contextlib.AbstractContextManager[LoopWatch | None]:
     """Show a loop or a training within the context.
 
     Args:
@@ -93,14 +92,7 @@ def watched(
         is_serial: Whether it runs in the thread that waits for it.
     """
     view = _view(progress, is_serial)  # last: only its `end` releases the terminal
-    if view is None:
-        yield None
-        return
-    watch = LoopWatch(view, status)
-    try:
-        yield watch
-    finally:
-        watch.end()
+    return contextlib.nullcontext() if view is None else contextlib.closing(LoopWatch(view, status))
 
 
 def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View | None:

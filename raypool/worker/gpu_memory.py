@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from raypool.channel.records import WorkerInfo, where
-from raypool.errors import is_gpu_out_of_memory, is_out_of_memory
+from raypool.errors import add_note, is_gpu_out_of_memory, is_out_of_memory
 from raypool.gpus.devices import Allocator
 from raypool.gpus.memory import kept
 
@@ -169,8 +169,7 @@ def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
         )
     else:
         return
-    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-        error.add_note(f"raypool: {note}")
+    add_note(error, f"raypool: {note}")
 
 
 def gigabytes(num_bytes: int) -> str:

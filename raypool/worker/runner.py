@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypool.channel import capture
 from raypool.channel.records import Part, WorkerInfo
 from raypool.channel.users_code import Generator, generators_of
-from raypool.errors import TaskCancelled, TaskError
+from raypool.errors import TaskCancelled, TaskError, add_note
 from raypool.options import takes
 from raypool.worker.folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
@@ -192,8 +192,9 @@ def _with_folders(
                 with uninterruptible(note):
                     folders.end(note, note.index)
             except Exception as why:  # must not hide the item's own error
-                error.add_note(
-                    f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}"
+                add_note(
+                    error,
+                    f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}",
                 )
             raise
         with uninterruptible(note):
@@ -280,7 +281,7 @@ def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_ca
         what = (
             "" if is_call else f"parfor calls {name} with one argument, the item, here a {kind}. "
         )
-        error.add_note(f"raypool: {what}{hint}")
+        add_note(error, f"raypool: {what}{hint}")
 
 
 def as_error(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -590,6 +591,26 @@ def test_failures_are_recorded_and_the_search_goes_on(pool: ParallelPool) -> Non
     with pytest.raises(LookupError) as caught:
         pool.search(fragile, {**SPACE, "kind": "a"}, num_trials=3)
     assert "all 3 trials failed" in str(caught.value.__notes__)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses notes and other attributes."""
+
+    code: int = 5
+
+
+@pytest.mark.parametrize("max_failures", [None, 0])
+def test_an_error_that_refuses_notes_is_raised(
+    pool: ParallelPool, max_failures: int | None
+) -> None:
+    def fail(item: Any) -> float:
+        raise Frozen
+
+    with pytest.raises(Frozen):
+        pool.search(fail, SPACE, num_trials=3, max_failures=max_failures, progress=True)
+    with pytest.raises(Frozen):
+        pool.parfor(score, [1], cost=fail)
 
 
 def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:

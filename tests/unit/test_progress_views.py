@@ -396,7 +396,7 @@ def test_it_is_shown_no_more_often_than_eyes_see(
         now[0] = hundredths / 100
         watch.update(loop.work, 13)
     assert view.num_shown == 4
-    watch.end()
+    watch.close()
     assert view.num_ends == 1
 
 
@@ -429,7 +429,7 @@ def test_a_view_that_fails_goes_and_the_loop_goes_on(
     with caplog.at_level(logging.WARNING, "raypool"):
         for _ in range(5):
             watch.update(loop.work, 13)
-        watch.end()
+        watch.close()
     assert [record.message for record in caplog.records] == [
         "train is no longer shown: ZeroDivisionError: none. The loop itself continues."
     ]

@@ -49,6 +49,7 @@ from raypool.errors import (
     RaypoolError,
     SerializationError,
     TaskError,
+    add_note,
     reduced,
     traceback_text,
 )
@@ -613,10 +614,8 @@ def unpack_failure(packed: bytes) -> Failure:
         error = TaskError(
             f"{summary} (the exception itself could not travel; the remote traceback is its cause)"
         )
-    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-        for note in notes:
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+    for note in notes:
+        add_note(error, note)
     return Failure(error, text)
 
 
