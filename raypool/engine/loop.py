@@ -227,8 +227,9 @@ class LoopWork:
 
     def run_again(self, index: int) -> None:
         """Queue an item once more that has failed or was cancelled."""
-        with self.changed:  # a generator may be adding items in another thread
-            self._order = list(range(len(self.items)) if self._order is None else self._order)
+        # an order is never copied: a generator may be adding items to it in another thread
+        if self._order is None:
+            self._order = list(range(len(self.items)))
         self.queue(index, has_run=True)
 
     @property

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypool import InvalidValueError, JournalError
+from raypool.channel.records import Function
+from raypool.core.model import Slice
+from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.journal.live import Request, WatchedRun, actions_in, ask, live_of, want
 
 
@@ -169,3 +172,34 @@ def test_a_watcher_is_told_what_it_cannot_ask_for(tmp_path: Path) -> None:
             ask(tmp_path, "cancel", 1)
         with pytest.raises(JournalError, match="belongs to user 12345"):
             want(tmp_path)
+
+
+def test_a_user_without_a_name_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(uid: int) -> None:
+        raise KeyError(f"uid not found: {uid}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", fail)
+    asked: list[Request] = []
+    driver = Driver(tmp_path, lambda request: asked.append(request) or "done")
+    ask(tmp_path, "cancel", 0)
+    driver.look()
+    driver.close()
+    assert [request.user for request in asked] == [f"user {os.getuid()}"]
+
+
+def test_an_item_that_is_added_while_another_is_repeated_is_kept() -> None:
+    class Order(list[int]):
+        """One to which another thread adds an item at the end of a copy."""
+
+        def __iter__(self) -> Iterator[int]:
+            yield from super().__iter__()
+            work.add("c")
+
+    order = Order([1, 0])
+    work = LoopWork(Function(0, None, "train"), ["a", "b"], LoopOptions("train", order=order))
+    work.run_again(0)
+    work.add("d")
+    queued = work.numbers(Slice(0, 0, 9, 1))
+    assert sorted(queued) == [0, *range(len(work.items))]
