@@ -251,7 +251,11 @@ def ask(run_dir: str | os.PathLike[str], action: str, item: int | None = None) -
     make_folder(requests)
     # in the order of their names
     request_id = f"{time.time_ns():016x}-{uuid.uuid4().hex[:8]}"
-    request = Request(request_id, action, item, getpass.getuser(), time.time())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a uid without a name
+        user = f"user {os.getuid()}"
+    request = Request(request_id, action, item, user, time.time())
     data = json.dumps(request._asdict()).encode()
     write_file(requests / f"{request_id}.json", data, is_lasting=False)
     want(run_dir)
