@@ -158,6 +158,17 @@ class WatchedFolder:
 
     async def look(self) -> State:
         """Return the state, at most a second old, or as old as reading it takes."""
+        # A page that is reloaded cancels its request. The thread would then go on without the
+        # lock, beside the next one.
+        return await asyncio.shield(self._look())
+
+    async def ask(self, question: Callable[[], Answer]) -> Answer:
+        """Ask the reader something, after a first look."""
+        if not self._state:
+            await self.look()
+        return await asyncio.shield(self._ask(question))
+
+    async def _look(self) -> State:
         async with self._lock:
             now = time.monotonic()
             if now >= self.next_at:
@@ -170,10 +181,7 @@ class WatchedFolder:
                         want(self.folder)
             return self._state
 
-    async def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Ask the reader something, after a first look."""
-        if not self._state:
-            await self.look()
+    async def _ask(self, question: Callable[[], Answer]) -> Answer:
         async with self._lock:
             return await asyncio.to_thread(question)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html.parser
 import http.client
 import json
@@ -14,6 +15,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from raypool.cli.main import main
 from raypool.journal.notes import notes_in
 from raypool.watch import watch_page
 from raypool.watch.run_reader import RunReader
-from raypool.watch.server import RunsFolder, WatchServer, as_json
+from raypool.watch.server import RunsFolder, WatchedFolder, WatchServer, as_json
 from tests.documents import blocks_of
 
 HOSTILE = "</script><script>alert(1)</script>\ud83d"
@@ -307,6 +309,55 @@ def test_notes_are_for_the_owner_only_and_not_where_a_page_is_read_only(
     for path, asked in (("act", {"action": "stop_all"}), ("notes/1", note)):
         answer = only.ask(f"api/runs/{only.run}/{path}", "POST", asked)
         assert (answer.status, b"read-only" in answer.body) == (409, True)
+
+
+class Threads(ThreadPoolExecutor):
+    """Counts how many calls there are at once."""
+
+    num_calls = most = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def end(_: object) -> None:
+            self.num_calls -= 1
+
+        self.num_calls += 1
+        self.most = max(self.most, self.num_calls)
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(end)
+        return future
+
+
+def test_the_reader_has_one_thread_also_if_a_page_is_reloaded(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    look = RunReader.look
+    monkeypatch.setattr(RunReader, "look", lambda reader: may_end.wait(300) and look(reader))
+
+    async def leave(threads: Threads, request: Any) -> None:
+        may_end.clear()
+        task = asyncio.create_task(request)
+        while not threads.num_calls:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def reload() -> int:
+        with Threads() as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            run = WatchedFolder(run_dir, None)
+            for request in (run.look, lambda: run.ask(lambda: may_end.wait(300))):
+                await leave(threads, request())
+                run.next_at = 0.0
+                after = asyncio.create_task(run.look())
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                may_end.set()
+                assert (await after)["state"] == "ended"
+            return threads.most
+
+    assert asyncio.run(reload()) == 1
 
 
 # --- runs that go on ------------------------------------------------------------------------------
