@@ -609,7 +609,11 @@ class JournalTail:
         return True
 
     def _add_new_rows(self) -> bool:
-        """Add the rows behind the known ones; return False if some are missing or damaged."""
+        """Add the rows behind the known ones; return False if some are missing or damaged.
+
+        Also if the last known row has changed: the folder has a new run, or rows of parts have
+        other numbers since a run took them over.
+        """
         contents = self.contents
         is_still = not log_of(self._path)
         try:
@@ -618,11 +622,14 @@ class JournalTail:
                 (_open_still if is_still and is_bare else _open_beside)(self._path) as connection,
             ):
                 new = {
-                    table: read(connection, table, len(rows)) for table, rows in contents.items()
+                    table: read(connection, table, rows[-1][0] - 1 if rows else 0)
+                    for table, rows in contents.items()
                 }
         except (OSError, *UNREADABLE):
             return False
-        self.contents = {table: [*rows, *new[table]] for table, rows in contents.items()}
+        if any(new[table][:1] != rows[-1:] for table, rows in contents.items() if rows):
+            return False
+        self.contents = {table: [*rows[:-1], *new[table]] for table, rows in contents.items()}
         return not any(map(num_missing, self.contents.values()))
 
 

@@ -35,6 +35,7 @@ from raypool.journal.reading import (
     version_of,
 )
 from raypool.journal.rows import DATABASE, Stored, StoredAt, words_of
+from raypool.journal.schema import Row
 from raypool.journal.trials import STUDY
 from raypool.results import Results, collector_paused, direction
 from raypool.views.drawing import (
@@ -160,14 +161,18 @@ class RunReader:
         self.folder = folder
         self._why_not = why_not
         self._tail = JournalTail(folder)
+        self._first_run: list[Row] = []
         self._entries: list[ItemRecord] = []
+        self._attempts: list[list[Any]] = []
+        self._files: dict[str, tuple[Any, Any]] = {}  # by name: version and content
+        self._forget()
+
+    def _forget(self) -> None:
         self._reports: dict[str, ItemReports] = {}
         self._settled: dict[str, int] = {}  # by item: the outcome after which nothing came
         self._values: dict[tuple[str, StoredAt | None], Any] = {}
         self._metrics: dict[str, None] = {}
         self._table: ItemTable | None = None
-        self._attempts: list[list[Any]] = []
-        self._files: dict[str, tuple[Any, Any]] = {}  # by name: version and content
 
     @collector_paused()
     def look(self) -> State:
@@ -182,6 +187,10 @@ class RunReader:
             problem = str(error)
         if is_new:
             self._entries = entries_of(self._tail.contents)
+            first_run = self._tail.contents["runs"][:1]
+            if first_run != self._first_run:  # the folder was removed, and used again
+                self._first_run = first_run
+                self._forget()
         is_study_new = self._content(STUDY, lambda: None)[1]
         live = live_of(self.folder) if is_now else None
         running = {entry["item"] for entry in (live or {}).get("running", ())}

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 from raypool import InvalidValueError, JournalError, parpool, report
 from raypool.cli.main import main
+from raypool.engine.durable import RunPart
 from raypool.journal.notes import notes_in
 from raypool.watch import watch_page
 from raypool.watch.run_reader import RunReader
@@ -381,6 +382,46 @@ def test_a_run_that_is_followed_looks_as_one_that_is_read_at_its_end(tmp_path: P
             train, items, run_dir=folder, progress=False, on_report=look, on_error="collect"
         )
     assert {"finished", "waiting"} <= {status for state in seen for status in state["counts"]}
+    assert reader.look() == RunReader(folder).look()
+
+
+def test_a_folder_is_removed_and_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reader = RunReader(folder)
+    items = [{"lr": float(lr), "name": "a"} for lr in (0, 1)]
+
+    def again(config: dict[str, Any]) -> None:
+        report(loss=7.0)
+
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(train, items, run_dir=folder, progress=False)
+        assert len(reader.look()["rows"]) == 2
+        shutil.rmtree(folder)
+        pool.parfor(again, items[:1], run_dir=folder, progress=False)
+    assert reader.look() == RunReader(folder).look()
+    assert reader.curves([0], "loss", "", 9)["0"]["y"] == [7.0]
+
+
+def test_a_part_of_a_run_begins_and_is_taken_over_between_two_looks(tmp_path: Path) -> None:
+    folder, mended = tmp_path / "run", tmp_path / "mended"
+
+    def fn(item: int) -> int:
+        if not mended.exists():
+            raise ValueError("not yet")
+        return item
+
+    reader = RunReader(folder)
+    with parpool(profile="inline", quiet=True) as pool:
+
+        def run(place: Any) -> None:
+            pool.parfor(fn, range(4), run_dir=place, progress=False, on_error="collect")
+
+        run(folder)
+        mended.touch()
+        run(RunPart(folder, "1", 1, [2, 3]))
+        assert reader.look()["counts"] == {"finished": 2, "failed": 2}
+        run(RunPart(folder, "0", 1, [0]))
+        run(folder)
     assert reader.look() == RunReader(folder).look()
 
 
