@@ -49,6 +49,10 @@ SURROUNDINGS = frozenset(
 """Errors of SQLite that do not mean a damaged file."""
 
 
+FIRST_BYTES = b"\2\5\n\rS"
+"""What a page begins with: its kind, or "SQLite format 3"."""
+
+
 class DamagedError(Exception):
     """A journal is not what was written."""
 
@@ -178,15 +182,24 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
 
 
 def is_cut(log: bytes, num_frames: int) -> bool:
-    """Whether a whole transaction follows the frames of a write-ahead log that SQLite accepted.
+    """Whether a transaction was lost behind the frames of a write-ahead log that SQLite accepted.
+
+    Frames of earlier logs may follow: SQLite begins a new log at the start of the same file, and
+    adds 1 to the first salt each time.
 
     Source:
-        SQLite, "Database File Format", section 4.1 (WAL file format).
+        SQLite, "Database File Format", sections 1.6 (B-tree pages) and 4.1 (WAL file format).
     """
     frame = 24 + int.from_bytes(log[8:12], "big")
+    newest = int.from_bytes(log[16:20], "big")
     for start in range(32 + num_frames * frame, len(log) - frame + 1, frame):
-        # the frame has the salts of the log's header, and ends a transaction
-        if log[start + 8 : start + 16] == log[16:24] and any(log[start + 4 : start + 8]):
+        head = log[start : start + 24]
+        if head[8:16] == log[16:24]:  # a frame of this log: it may not end a transaction
+            is_expected = not any(head[4:8])
+        else:  # a frame of an earlier log, or an overwritten one
+            age = newest - int.from_bytes(head[8:12], "big")
+            is_expected = 0 < age % 2**32 < 2**16 and log[start + 24] in FIRST_BYTES
+        if not is_expected:
             return True
     return False
 

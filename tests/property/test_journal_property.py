@@ -24,6 +24,7 @@ from raypool.journal.journal import Journal
 from raypool.journal.keys import content_key
 from raypool.journal.plain import decode, encode
 from raypool.journal.rows import Outcome
+from raypool.journal.schema import PAGE_BYTES
 
 FILES = ("journal.sqlite", "journal.sqlite-wal")
 
@@ -204,6 +205,36 @@ def check_beginning(
     assert set(list(sample.values)[:45]) <= set(stored), where
     if set(stored) != set(list(sample.values)[: len(stored)]):
         assert len(said()) > said_before, where
+
+
+def test_old_frames_of_a_log_are_no_damage_but_an_overwritten_one_is(memory, said):
+    """In each round less is written before the process is killed: frames of earlier logs remain."""
+    folder, written = memory / "rounds", 0
+    for count in (20, 9, 4, 1):
+        with Journal.open(folder, "sweeps.train", seed=7) as journal:
+            assert len(journal.stored()) == written
+            for number in range(written, written + count):
+                assert not journal.write([outcome(number)])
+            found = Sample({name: (folder / name).read_bytes() for name in FILES}, {}, {})
+        written += count
+        name, log = FILES[1], found.files[FILES[1]]
+        lay_out(found, folder, name, log)
+    with Journal.open(folder, "sweeps.train", seed=7) as journal:
+        assert len(journal.stored()) == written
+    assert not said()
+
+    frame = 24 + PAGE_BYTES
+    frames = [log[start : start + frame] for start in range(32, len(log), frame)]
+    newest = max(at for at, data in enumerate(frames) if data[8:16] == log[16:24])
+    start, end = 32 + newest * frame, 32 + (newest + 1) * frame
+    assert 0 < newest < len(frames) - 1
+    for first in range(start, start + 16):
+        for blot in (bytes(frame), b"\xff" * frame):
+            data = log[:first] + blot[: end - first] + log[end:]
+            num_said = len(said())
+            with Journal.open(lay_out(found, folder, name, data), "sweeps.train", seed=7) as left:
+                assert len(left.stored()) == written - 1
+            assert len(said()) > num_said, first - start
 
 
 @pytest.mark.long
