@@ -111,7 +111,11 @@ class DurableLoop(LoopWork):
         journal = Journal.open(
             Path(run_dir).expanduser().absolute(), source.function, options.seed, source, run
         )
-        return cls(function, options, journal, rerun, source)
+        try:
+            return cls(function, options, journal, rerun, source)
+        except BaseException:  # Ctrl-C: the folder must not stay locked
+            journal.close()
+            raise
 
     def __init__(
         self,

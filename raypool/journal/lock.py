@@ -31,9 +31,9 @@ logger = logging.getLogger("raypool")
 class RunLock:
     """A lock on an existing folder, held until `release` or the end of the process.
 
-    Forked children do not hold it. While it is held, its file names the holder, and the number of
-    outcomes in the journal (`note_outcomes`); `outcomes_before` is the number left by a killed
-    holder.
+    Forked children do not hold it. Without references, as after a Ctrl-C, it is released. While it
+    is held, its file names the holder, and the number of outcomes in the journal (`note_outcomes`);
+    `outcomes_before` is the number left by a killed holder.
 
     Raises:
         JournalError: Another process has it (the message says which, where and since when), or the
@@ -60,11 +60,13 @@ class RunLock:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._end = weakref.finalize(self, _let_go, self._descriptor)
+        self._end.atexit = False  # a run that is open at the end of the process was interrupted
         _held.add(self)
 
     def note_outcomes(self, count: int) -> None:
         """Note the number of outcomes in the journal, so that the loss of its log shows."""
-        if self._descriptor >= 0:
+        if self._end.alive:
             self._write({**self._note, "outcomes": count})
 
     def _write(self, note: dict[str, object]) -> None:
@@ -99,17 +101,18 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._descriptor >= 0:
-            _held.discard(self)
-            descriptor, self._descriptor = self._descriptor, -1
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)  # empty: `is_in_use` says no
-            os.close(descriptor)
+        _held.discard(self)
+        self._end()
 
     def _forget(self) -> None:
-        if self._descriptor >= 0:
+        if self._end.detach():
             os.close(self._descriptor)
-            self._descriptor = -1
+
+
+def _let_go(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)  # empty: `is_in_use` says no
+    os.close(descriptor)
 
 
 def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:

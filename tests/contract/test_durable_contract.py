@@ -671,6 +671,20 @@ def test_a_folder_is_of_one_loop_at_a_time(
 
 
 @pytest.mark.arguments
+def test_ctrl_c_while_a_folder_is_opened_leaves_it_free(
+    pool: ParallelPool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raypool.engine.durable.Recorder", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pool.parfor(abs, range(3), run_dir=folder)
+    assert list(pool.parfor(abs, range(3), run_dir=folder)) == [0, 1, 2], caught  # has references
+
+
+@pytest.mark.arguments
 def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
     pool: ParallelPool, noted: Callable[..., Any], marks: Any, tmp_path: Path
 ) -> None:

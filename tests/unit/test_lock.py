@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from raypool.errors import JournalError
-from raypool.journal.lock import RunLock
+from raypool.journal.lock import RunLock, is_in_use
 
 TAKE = """
 import sys, time, pathlib
@@ -31,6 +31,14 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
     assert caught.value.run_dir == str(tmp_path)
     lock.release()
     lock.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
+    lock = RunLock(tmp_path)
+    assert is_in_use(tmp_path)
+    del lock
+    assert not is_in_use(tmp_path)
     RunLock(tmp_path).release()
 
 
