@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from raypool.channel.users_code import Snapshot
+from raypool.errors import TaskCancelled
 from raypool.gpus.devices import GpuDevice
 
 
@@ -177,8 +178,8 @@ class SliceResult:
     `catch_up` waits until all reports of that time have arrived; None if they have.
     `peak_memory_bytes`: the process's peak of GPU memory, None if it used none. `crowded_out`:
     failed items that had no room beside other workers on their GPU, and are to run again, alone.
-    `is_interrupted`: the `KeyboardInterrupt` among the failures is Ctrl-C, pressed in the user's
-    own thread, where it ran.
+    `is_interrupted`: it ran in the user's own thread, and Ctrl-C, or a cancellation of the task
+    around it, ended it: see `is_interrupt`.
     """
 
     start: int
@@ -192,6 +193,10 @@ class SliceResult:
     peak_memory_bytes: int | None = None
     crowded_out: tuple[int, ...] = ()
     is_interrupted: bool = False
+
+    def is_interrupt(self, error: BaseException | None) -> bool:
+        """Whether this failure means all of the work, not its item."""
+        return self.is_interrupted and isinstance(error, (KeyboardInterrupt, TaskCancelled))
 
     def within(self, start: int, stop: int) -> SliceResult:
         """Return the outcome of these items only (itself, if that is all).

@@ -43,9 +43,11 @@ from raypool.errors import (
     PoolBrokenError,
     PoolClosedError,
     PoolPreemptedError,
+    TaskCancelled,
     WorkerLostError,
 )
 from raypool.futures import Future
+from raypool.worker.running import is_interrupt
 
 if TYPE_CHECKING:
     from raypool.engine.loop import LoopWork
@@ -138,6 +140,9 @@ class Driver:
                 self._inbox.give_way()
             else:
                 self._drain()
+                error = future and future.error
+                if isinstance(error, TaskCancelled) and is_interrupt(error):
+                    raise TaskCancelled  # it means the task that submits this
         except BaseException:  # Ctrl-C, say: nobody else knows of the task
             self.do(lambda: self._cancel(task_id) if task_id in self.works else None)
             raise
@@ -769,7 +774,7 @@ class Returns:
             result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out
         )
         if result.failures and work is not None:
-            # Ctrl-C, inline: it means the loop, not the item
+            # it means the loop, not the item
             if result.is_interrupted and not isinstance(work, GangWork):
                 self._cancel(piece.task_id)
             report = report._replace(retry=result.to_retry(work.wants_retry))

@@ -349,8 +349,8 @@ class DurableLoop(LoopWork):
             if type(value) is Missing:
                 errors.setdefault(index, value.error)
             error = errors.get(index)
-            if result.is_interrupted and isinstance(error, KeyboardInterrupt):
-                continue  # Ctrl-C, inline: it means the loop, not the item
+            if result.is_interrupt(error):
+                continue
             status, value = ("finished", value) if error is None else ("failed", None)
             key, duration_s = self.keys[index], result.durations_s[position]
             how = key, piece.attempt, status, value, error, None, started_at, duration_s

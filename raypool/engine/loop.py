@@ -141,8 +141,8 @@ class LoopWork:
         self.segments: list[Segment] | Tail[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
-        # Ctrl-C in an item, inline: it means the loop, not the item
-        self.interrupt: KeyboardInterrupt | None = None
+        # raised in an item, inline; it means the loop
+        self.interrupt: BaseException | None = None
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []
         self.run = 1  # the number of this call, among those with the same folder
@@ -410,7 +410,7 @@ class LoopWork:
                 self.errors.pop(index, None)  # of an earlier run of the item
         for index, error in errors.items():
             self._note_error(index, error)
-            if segment.result.is_interrupted and isinstance(error, KeyboardInterrupt):
+            if segment.result.is_interrupt(error):
                 self.interrupt = error
         self.segments.append(segment)
         self._note_settled(segment.items)

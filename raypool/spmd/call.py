@@ -37,6 +37,7 @@ from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on
 from raypool.spmd.context import RankFunction
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.spmd.group import Assignment
+from raypool.worker.running import is_interrupt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -260,7 +261,7 @@ class SpmdWork:
         name, size, failures = self.future.name, self._size, self._failures
         if self._engine.profile.backend == "inline":
             for failure in failures:
-                if isinstance(failure.error, KeyboardInterrupt):  # Ctrl-C in the user's own thread
+                if is_interrupt(failure.error):
                     return failure.error
         if isinstance(error, PoolPreemptedError):
             # ranks that were told have returned, and others were interrupted because of that

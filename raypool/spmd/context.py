@@ -27,7 +27,7 @@ from raypool.spmd.group import (
 )
 from raypool.spmd.wire import check_other, check_rank
 from raypool.worker.runner import finished
-from raypool.worker.running import note_here
+from raypool.worker.running import is_interrupt, note_here
 
 if TYPE_CHECKING:
     import torch
@@ -512,6 +512,10 @@ def _interruption(
     error: BaseException, group: Group | None, has_returned: bool
 ) -> RankInterrupted | None:
     """Return the error of a rank that was ended from outside; None if it failed by itself."""
+    note = note_here()
+    interrupts = note and note.interrupts
+    if is_interrupt(error) and not (interrupts and interrupts.is_cancelled):
+        return None  # it means the call
     # Also errors that were being handled, even if hidden by `from None`: an error in the cleanup
     # of a rank that was ended is not a failure of its own.
     story: dict[int, BaseException] = {}

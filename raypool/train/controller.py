@@ -48,6 +48,7 @@ from raypool.train.runs import (
     leave_folder,
     take_folder,
 )
+from raypool.worker.running import is_interrupt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -161,10 +162,10 @@ class Controller:
             run.cancel()  # the attempt was cancelled: by `pool.cancel_all`, or by the pool's end
         except PoolClosedError as error:  # no other attempt can be made
             self._resolve(None, self._described_if_possible(self._failed or error))
-        except (KeyboardInterrupt, SystemExit):  # "inline" runs in the user's own thread
-            run.cancel()
-            raise
         except BaseException as error:
+            if isinstance(error, SystemExit) or is_interrupt(error):  # "inline": the user's thread
+                run.cancel()
+                raise
             self._resolve(None, self._described_if_possible(error))
 
     def _finished(self, result: TrainingResult) -> TrainingResult:

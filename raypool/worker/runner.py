@@ -37,6 +37,7 @@ from raypool.worker.running import (
     PLAIN,
     Say,
     TaskContext,
+    is_interrupt,
     item_seed,
     running,
     this_process,
@@ -59,8 +60,8 @@ class Surroundings(NamedTuple):
     cancelled slices. `say` takes reports and output. `keeper` has the values until they travel
     (None: they stay here). `find_way` finds the pool's exchange if that is in this process.
     `folders` are those for checkpoints. `upkeep` watches the memory of the worker's GPU, `turns`
-    lets items wait for their turn on it. `early` reports calls that last. `is_users_thread`: a
-    `KeyboardInterrupt` is Ctrl-C; in a worker it is an error like any other.
+    lets items wait for their turn on it. `early` reports calls that last. `is_users_thread`: what
+    interrupts an item means the whole call; in a worker it is an error like any other.
     """
 
     worker: WorkerInfo
@@ -77,8 +78,8 @@ class Surroundings(NamedTuple):
     early: HandBack | None = None
 
     def is_interrupt(self, error: BaseException) -> bool:
-        """Whether this is Ctrl-C."""
-        return self.is_users_thread and isinstance(error, KeyboardInterrupt)
+        """Whether this ends the call, and not only its item."""
+        return self.is_users_thread and is_interrupt(error)
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -358,8 +359,8 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
 class RawResult:
     """The outcome of one slice, before it travels; no item begins after its `deadline`.
 
-    `is_cancelled`: it is no longer wanted. `is_interrupted`: Ctrl-C ended an item, and so all later
-    ones.
+    `is_cancelled`: it is no longer wanted. `is_interrupted`: Ctrl-C, or a cancellation of the task
+    around it, ended an item, and so all later ones.
     """
 
     __slots__ = (

@@ -14,6 +14,8 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raypool.errors import TaskCancelled
+
 if TYPE_CHECKING:
     from raypool.backends.ray.worker import WorkerLink
     from raypool.worker.folders import CheckpointFolders
@@ -137,6 +139,16 @@ def notes_here() -> Iterator[TaskContext]:
     while note is not None:
         yield note
         note = note.outer
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it ends all that runs inline in this thread: Ctrl-C, or a cancellation around it."""
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, TaskCancelled)
+        and any(
+            note.interrupts is not None and note.interrupts.is_cancelled for note in notes_here()
+        )
+    )
 
 
 def in_task() -> bool:

@@ -1,11 +1,14 @@
 """Ctrl-C in work that runs in the user's own thread: it means all of the work, as it does where
-workers run it.
+workers run it. In a task, a cancellation of the task does the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +195,47 @@ def test_it_comes_after_the_results_that_were_there(pool: ParallelPool, verb: st
         with pytest.raises(KeyboardInterrupt):
             next(results)
         assert list(results) == []
+
+
+def _one_by_one(pool: ParallelPool, fn: Callable[[int], Any]) -> None:
+    for item in range(6):
+        with contextlib.suppress(Exception):
+            pool.spmd(lambda _, item=item: fn(item))
+
+
+INSIDE: dict[str, Callable[[ParallelPool, Callable[[int], Any], Path], object]] = {
+    "parfor": lambda pool, fn, folder: pool.parfor(fn, range(6), run_dir=folder),
+    "parfor that collects errors": lambda pool, fn, folder: pool.parfor(
+        fn, iter(range(6)), on_error="collect", run_dir=folder
+    ),
+    "parfeval": lambda pool, fn, _: [pool.parfeval(fn, item) for item in range(6)],
+    "spmd": lambda pool, fn, _: _one_by_one(pool, fn),
+}
+
+
+@pytest.mark.parametrize("verb", INSIDE)
+def test_a_cancellation_of_the_task_around_it_ends_it_too(verb: str, tmp_path: Path) -> None:
+    begun: list[Any] = []
+    jobs: queue.SimpleQueue[raypool.Future[Any]] = queue.SimpleQueue()
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == INTERRUPTED:
+            jobs.get().cancel()
+            for _ in itertools.count():  # until it is interrupted
+                pass
+        return -item
+
+    def task() -> None:
+        with parpool(quiet=True) as serial:
+            INSIDE[verb](serial, work, tmp_path / "run")
+        begun.append("it went on")
+
+    with parpool(1, profile="threads", quiet=True, cancel_grace_s=300) as threads:
+        jobs.put(threads.parfeval(task))
+        assert threads.parfeval(abs, -1).result(300) == 1
+    assert begun == [0, 1, 2]
+    if "parfor" in verb:
+        kept = raypool.load_results(tmp_path / "run").to_frame()
+        assert list(kept["status"]).count("finished") == INTERRUPTED
+        assert "failed" not in set(kept["status"])
