@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.spmd.group import Group
 from raypool.spmd.transport import DATA_TAG, HEAD_TAG, NoTransport, Post, Transport
 from raypool.spmd.wire import (
@@ -222,7 +222,28 @@ def all_gather(group: Group, x: Any) -> list[Any]:
         form = headers[0][2:6]  # kind, dtype, shape, device
         if form[0] != "value" and all(header[2:6] == form for header in headers):
             return _all_gathered(group, headers, x)
-        return [_shared(group, header, x, packed, rank) for rank, header in enumerate(headers)]
+        return _of_each(headers, lambda header, rank: _shared(group, header, x, packed, rank))
+
+
+def _of_each(headers: Sequence[Header], receive: Callable[[Header, int], Any]) -> list[Any]:
+    """Return the values of all ranks.
+
+    Raises:
+        SerializationError: A value cannot be unpickled; all of them have been received.
+    """
+    values: list[Any] = []
+    problem: SerializationError | None = None
+    for rank, header in enumerate(headers):
+        try:
+            values.append(receive(header, rank))
+        except SerializationError as error:
+            problem = problem or error
+    try:
+        if problem is not None:
+            raise problem
+        return values
+    finally:
+        del problem  # its traceback holds this frame
 
 
 def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
@@ -270,12 +291,14 @@ def _gathered(
     group: Group, headers: Sequence[Header], x: Any, packed: bytes | None, dst: int
 ) -> list[Any] | None:
     if group.rank == dst:
-        return [
-            duplicate(group, x, packed, "gather")
-            if rank == dst
-            else receive_body(group, header, rank)
-            for rank, header in enumerate(headers)
-        ]
+        return _of_each(
+            headers,
+            lambda header, rank: (
+                duplicate(group, x, packed, "gather")
+                if rank == dst
+                else receive_body(group, header, rank)
+            ),
+        )
     rest = body(headers[group.rank], x, packed)
     if rest is not None:
         exchange_bodies(group, [(rest, dst)], [])
@@ -329,7 +352,11 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
                 from_gpu = [(sent.body, dst)]
             elif sent.body is not None:
                 works += group.transport.post([(sent.body.cpu(), dst)], [], DATA_TAG)
-        received = _receive_beside(group, src, from_gpu)
+        try:
+            received = _receive_beside(group, src, from_gpu)
+        except SerializationError:  # the other rank gets its message all the same
+            group.transport.finish(works)
+            raise
         group.transport.finish(works)
         return received
 
@@ -450,10 +477,7 @@ def meet(
 
 def all_values(group: Group, headers: Sequence[Header], packed: bytes | None) -> list[Any]:
     """Return the values of all ranks that pickled theirs."""
-    return [
-        _shared(group, header, None, packed, rank) if header.kind == "value" else None
-        for rank, header in enumerate(headers)
-    ]
+    return _of_each(headers, lambda header, rank: _shared(group, header, None, packed, rank))
 
 
 def duplicate(group: Group, x: Any, packed: bytes | None, operation: str) -> Any:

@@ -452,6 +452,34 @@ def test_values_that_cannot_travel(trio: Crew) -> None:
     }
 
 
+def test_after_a_value_that_cannot_be_opened_the_ranks_can_go_on(trio: Crew) -> None:
+    """A rank that has caught the error has received, and sent, all that the others wait for."""
+
+    def body(ctx: SpmdContext) -> Any:
+        right, left = (ctx.rank + 1) % 3, (ctx.rank - 1) % 3
+        value = Unreadable() if ctx.rank == 1 else bytes(20_000_000) + bytes([ctx.rank])
+        caught = []
+        for call in (
+            lambda: ctx.gather(value, dst=0),
+            lambda: ctx.all_gather(value),
+            lambda: ctx.all_reduce(value, max),
+            lambda: ctx.send_receive(value, dst=right, src=left)[-1],
+            lambda: ctx.send_receive(ctx.rank, dst=right, src=left),
+        ):
+            try:
+                caught.append(call())
+            except SerializationError:
+                caught.append("an error")
+        return caught
+
+    every = "an error"
+    assert trio.well(body) == [
+        [every, every, every, 2, 2],
+        [None, every, every, 0, 0],
+        [None, every, every, every, 1],
+    ]
+
+
 def test_a_long_wait_is_told(
     trio: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
