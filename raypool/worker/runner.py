@@ -165,6 +165,11 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
                     here.turns.end()
     except TaskCancelled:
         result.discard()
+    else:
+        if result.is_cancelled and result.done and not part.is_rank:
+            # the user's code went on after it: the items may be about to run elsewhere
+            result.take_back_last()
+            result.discard()
     finally:
         running.reset(token)
         capture.mend(streams)

@@ -155,8 +155,13 @@ def test_nothing_is_interrupted_twice(guard: ProcessGuard) -> None:
     assert told == ["tidied up"]
 
 
-def test_a_task_that_goes_on_ends_its_slice(guard: ProcessGuard) -> None:
-    """It has caught what was raised; what it returns is worth nothing, and no item follows."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_that_goes_on_ends_its_slice(
+    guard: ProcessGuard, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    """It has caught what was raised; what it returns or raises is worth nothing, and no item
+    follows.
+    """
     seen = []
 
     def item(number: int) -> int:
@@ -165,12 +170,15 @@ def test_a_task_that_goes_on_ends_its_slice(guard: ProcessGuard) -> None:
             try:
                 wish(guard, 7, 0)
             except BaseException:
+                if fails:
+                    raise ValueError("as it tidied up") from None
                 return -1
         return number
 
-    here = Surroundings(HERE, lambda _: item, lambda items: items, guard, say_nothing)
-    run_parts(7, [Part(0, 0, [0, 1, 2, 3], 4, 0, 1, is_call=False)], here)
+    result = run_loop(guard, item)
     assert seen == [0, 1]
+    assert (result.done, result.values, result.errors) == (0, [], {})
+    assert ("ValueError: as it tidied up" in capsys.readouterr().err) == fails
 
 
 def test_a_wish_for_an_early_end(guard: ProcessGuard) -> None:
