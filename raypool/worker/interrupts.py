@@ -88,8 +88,9 @@ class Interrupts:
     def begin_call(self, attempt_id: int) -> None:
         """Note which call the next slices belong to, and forget requests about earlier ones."""
         self._attempt_id = attempt_id
-        if self._wishes:
-            self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
+        for key in list(self._wishes):  # in place: another may be added at any moment
+            if key[0] < attempt_id:
+                self._wishes.pop(key, None)
 
     def approach(self, task_id: int) -> None:
         """Note that a slice is opened, which is not interrupted although it may run user code.

@@ -339,6 +339,25 @@ def test_an_import_is_let_to_its_end(guard: ProcessGuard) -> None:
     assert told == ["imported"]
 
 
+def test_requests_arrive_while_those_of_earlier_calls_are_forgotten() -> None:
+    """A signal, or another thread, brings them at any moment."""
+    guard = Interrupts()
+
+    class Earlier(int):
+        def __lt__(self, attempt_id: int) -> bool:
+            guard.take(Signal.CANCEL, 8, attempt_id)
+            return int(self) < attempt_id
+
+        def __ge__(self, attempt_id: int) -> bool:
+            return not self < attempt_id
+
+    guard.take(Signal.CANCEL, Earlier(6), 0)
+    guard.take(Signal.CANCEL, Earlier(7), 0)
+    guard.begin_call(8)
+    with pytest.raises(TaskCancelled):
+        guard.approach(8)
+
+
 def test_a_task_may_raise_it_by_itself(guard: ProcessGuard) -> None:
     def task() -> None:
         raise TaskCancelled("mine")
