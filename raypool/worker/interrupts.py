@@ -147,7 +147,11 @@ class Interrupts:
         return self._result is not None and self._result.is_cancelled
 
     def end(self) -> None:
-        """Note that the user's code has ended."""
+        """Note that the user's code has ended.
+
+        Raises:
+            TaskCancelled: Once; then it has to be called again.
+        """
         self._is_armed = False
         self._at_hand = NOTHING
         self._note = self._result = None  # with what the task has returned
@@ -267,7 +271,13 @@ class ThreadGuard(Interrupts):
     def pause(self) -> bool:
         """Stop interrupting the running slice."""
         was_armed = self._is_armed
-        return self._without_interruption(super().pause) or was_armed
+        try:
+            self._disarm(super().pause)
+        except TaskCancelled:
+            # it was on its way, and comes only once: `resume` raises it again
+            self._disarm(super().pause)
+            return True
+        return was_armed
 
     def resume(self) -> None:
         """Allow interrupting the running slice again."""
@@ -276,17 +286,7 @@ class ThreadGuard(Interrupts):
 
     def end(self) -> None:
         """Note that the user's code has ended."""
-        self._without_interruption(super().end)
-
-    def _without_interruption(self, note_end: Callable[[], object]) -> bool:
-        """Disarm it; return whether an exception on its way has arrived here, harmlessly."""
-        try:
-            self._disarm(note_end)
-        except TaskCancelled:
-            # it was meant for the slice that has just ended; it comes only once
-            self._disarm(note_end)
-            return True
-        return False
+        self._disarm(super().end)
 
     def _disarm(self, note_end: Callable[[], object]) -> None:
         with self._lock:

@@ -153,16 +153,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
     token, modes, streams = running.set(note), torch_modes(), capture.streams()
     try:
         with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
-            try:
-                here.guard.begin(note, result)
-                if here.turns is not None:
-                    here.turns.begin(part)
-                _run_items(fn, items, own, part, here, result)
-            finally:
-                # first: whatever else is put in order here must not be interrupted
-                here.guard.end()
-                if here.turns is not None:
-                    here.turns.end()
+            _run_guarded(fn, items, own, part, here, result)
     except TaskCancelled:
         result.discard()
     else:
@@ -208,6 +199,33 @@ def _with_folders(
         return value
 
     return call
+
+
+def _run_guarded(
+    fn: Callable[[Any], Any],
+    items: list[Any],
+    own: Sequence[Generator],
+    part: Part,
+    here: Surroundings,
+    result: RawResult,
+) -> None:
+    """Run the items in their turn on the GPU; they can be interrupted until this returns."""
+    note = running.get()
+    assert note is not None
+    try:
+        here.guard.begin(note, result)
+        if here.turns is not None:
+            here.turns.begin(part)
+        _run_items(fn, items, own, part, here, result)
+    finally:
+        # first: whatever else is put in order here must not be interrupted
+        try:
+            here.guard.end()
+        except TaskCancelled:  # it came as this began, and comes only once
+            here.guard.end()
+        finally:
+            if here.turns is not None:
+                here.turns.end()
 
 
 def _run_items(

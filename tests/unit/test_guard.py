@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -337,6 +337,35 @@ def test_an_import_is_let_to_its_end(guard: ProcessGuard) -> None:
 
     assert run(guard, task)[0].done == 0
     assert told == ["imported"]
+
+
+def test_as_the_task_ends_it_leaves_nothing_as_it_was(guard: ProcessGuard) -> None:
+    """Python calls the handler of a signal even before the first line of a function."""
+    turns: list[str] = []
+
+    class Turns:
+        def begin(self, part: Part) -> None:
+            turns.append("begun")
+
+        def end(self) -> None:
+            turns.append("ended")
+
+    class Late(ProcessGuard):
+        def end(self) -> None:
+            if self.pause():
+                self.resume()
+                wish(self, 7, 0)
+            super().end()
+
+    late = Late()
+    here = Surroundings(
+        HERE, lambda _: abs, lambda items: items, late, say_nothing, turns=cast("Any", Turns())
+    )
+    (result,) = run_parts(7, [Part(0, 0, [-1], 1, 0, 1, is_call=False)], here)
+    assert result.done == 0
+    assert turns == ["begun", "ended"]
+    assert at_hand(late) == (7, WHOLE)
+    assert note_here() is None
 
 
 def test_requests_arrive_while_those_of_earlier_calls_are_forgotten() -> None:
