@@ -17,7 +17,7 @@ import threading
 import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from math import inf
 from time import monotonic, perf_counter, time
@@ -45,6 +45,8 @@ from raypool.worker.running import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
+
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
 
 CALL_LIMIT_S = 0.2
@@ -725,12 +727,24 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
     import asyncio  # imported late: most programs do not need it
 
     note = running.get()
+    tasks: list[asyncio.Task[Any]] = []
+    is_over = threading.Event()
     try:
         if asyncio._get_running_loop() is None:
-            return _run_here(coroutine)
+            return _run_here(coroutine, tasks, is_over)
         # a task that runs inline was submitted by a coroutine, whose loop has this thread
         with ThreadPoolExecutor(1) as other:
-            return other.submit(copy_context().run, _run_here, coroutine).result()
+            try:
+                run = copy_context().run
+                done, pending = wait([other.submit(run, _run_here, coroutine, tasks, is_over)], 0)
+                while pending:  # in slices: an interruption of this thread arrives between them
+                    done, pending = wait(pending, TICK_S)
+                return done.pop().result()  # which no name here holds: its error holds this frame
+            finally:
+                is_over.set()  # first: a task that begins looks for it
+                for task in tasks:
+                    with contextlib.suppress(RuntimeError):  # its loop has ended
+                        task.get_loop().call_soon_threadsafe(task.cancel)
     except BaseException as error:
         interrupts = None if note is None else note.interrupts
         if interrupts is None or not interrupts.is_cancelled or isinstance(error, TaskCancelled):
@@ -738,10 +752,13 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         raise TaskCancelled from error  # asyncio has turned it into an error of its own
 
 
-def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
+def _run_here(
+    coroutine: CoroutineType[Any, Any, Any],
+    tasks: list[asyncio.Task[Any]],
+    is_over: threading.Event,
+) -> Any:
+    """Run a coroutine in a new loop, as the task that `tasks` gets, unless it `is_over` already."""
     import asyncio
-
-    tasks: list[asyncio.Task[Any]] = []
 
     async def tick() -> None:
         while True:
@@ -751,6 +768,8 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         task = asyncio.current_task()
         assert task is not None
         tasks.append(task)
+        if is_over.is_set():
+            task.cancel()
         if threading.current_thread() is threading.main_thread():  # a signal wakes it up
             return await coroutine
         ticking = asyncio.create_task(tick())

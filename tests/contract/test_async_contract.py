@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from raypool import InvalidTypeError, ParallelPool, TaskTimeoutError, current_task
+from raypool import InvalidTypeError, ParallelPool, TaskTimeoutError, current_task, parpool
 from raypool.errors import TaskCancelled
 
 pytestmark = pytest.mark.everywhere
@@ -55,6 +57,31 @@ def test_it_also_runs_where_an_event_loop_has_this_thread(pool: ParallelPool) ->
         return await pool.parfeval(double, 4)
 
     assert asyncio.run(main()) == 8
+
+
+@pytest.mark.parametrize("how", ["timeout_s", "Ctrl-C"])
+def test_there_too_it_can_be_stopped(how: str) -> None:
+    """As in a cell of a notebook, where a loop always runs."""
+    did = []
+
+    async def run() -> None:
+        try:
+            if how == "Ctrl-C":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            did.append("tidied up")
+
+    async def main() -> None:
+        with parpool(1, profile="inline", quiet=True) as pool:
+            pool.options(timeout_s=None if how == "Ctrl-C" else 0.1).parfeval(run).result(300)
+
+    error = KeyboardInterrupt if how == "Ctrl-C" else TaskTimeoutError
+    with asyncio.Runner() as runner, pytest.raises(error):
+        # not `runner.run`: it has a handler of its own for Ctrl-C, as no notebook has
+        runner.get_loop().run_until_complete(main())
+    assert did == ["tidied up"]
 
 
 @pytest.mark.concurrent
