@@ -496,8 +496,7 @@ class MetricBuffer:
                 f"size is the number of steps that a MetricBuffer holds, at least 1, not {size!r}."
             )
         self._size = number
-        self._moments: list[float] = []
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[tuple[float, dict[str, Any]]] = []
         self._tensors: defaultdict[
             tuple[torch.device, torch.dtype], list[tuple[Place, torch.Tensor]]
         ] = defaultdict(list)
@@ -537,12 +536,12 @@ class MetricBuffer:
             name: None if name in tensors else checked_metric(name, value)
             for name, value in metrics.items()
         }
+        number = len(self._steps)
+        self._steps.append((time(), step))  # first: `flush` fails on a tensor without a step
         for name, tensor in tensors.items():
             # a copy, also on the device: `total += loss` in the next step must not change this one
             value = tensor.detach().reshape(()).clone()
-            self._tensors[value.device, value.dtype].append(((len(self._steps), name), value))
-        self._steps.append(step)
-        self._moments.append(time())
+            self._tensors[value.device, value.dtype].append(((number, name), value))
         if len(self._steps) >= self._size:
             self.flush()
 
@@ -550,16 +549,17 @@ class MetricBuffer:
         """Report all buffered steps; return them, one dict each, the oldest first."""
         import torch
 
-        moments, steps, tensors = self._moments, self._steps, self._tensors
-        # emptied first: what fails below is not tried again
-        self._moments, self._steps, self._tensors = [], [], defaultdict(list)
-        for entries in tensors.values():
-            values = torch.stack([value for _, value in entries]).tolist()
-            for ((number, name), _), value in zip(entries, values, strict=True):
-                steps[number][name] = value
-        for moment, step in zip(moments, steps, strict=True):
-            report_of(moment, step)
-        return steps
+        with uninterruptible(note_here()):
+            steps, tensors = self._steps, self._tensors
+            # emptied first: what fails below is not tried again
+            self._steps, self._tensors = [], defaultdict(list)
+            for entries in tensors.values():
+                values = torch.stack([value for _, value in entries]).tolist()
+                for ((number, name), _), value in zip(entries, values, strict=True):
+                    steps[number][1][name] = value
+            for moment, step in steps:
+                report_of(moment, step)
+        return [step for _, step in steps]
 
     def __enter__(self) -> MetricBuffer:
         return self

@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool import MetricBuffer, parpool, report
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.core.messages import Signal
+from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
+from raypool.worker.interrupts import Interrupts
+from raypool.worker.runner import RawResult
 from raypool.worker.running import TaskContext, running
 
 
@@ -152,6 +155,41 @@ def test_after_an_error_the_last_steps_are_reported(said: list[Any]) -> None:
     with pytest.raises(ZeroDivisionError):
         fail(MetricBuffer(), torch.tensor(7.0))
     assert [metrics for _, metrics in said] == [{"loss": 7.0}]
+
+
+def add_all(*steps: dict[str, Any]) -> None:
+    """Be a training of these steps."""
+    with MetricBuffer() as buffer:
+        for step in steps:
+            buffer.add(**step)
+
+
+def test_a_cancellation_as_a_step_is_added_loses_none_before(said: list[Any]) -> None:
+    class Late(torch.Tensor):
+        def clone(self) -> Any:  # type: ignore[override]
+            raise TaskCancelled
+
+    late = torch.zeros(()).as_subclass(Late)
+    with pytest.raises(TaskCancelled):
+        add_all({"loss": torch.tensor(0.0)}, {"loss": torch.tensor(1.0), "late": late})
+    assert [metrics for _, metrics in said] == [{"loss": 0.0}, {"loss": 1.0, "late": None}]
+
+
+def test_a_cancellation_as_they_are_reported_loses_none(said: list[Any]) -> None:
+    def hear(note: TaskContext, kind: str, payload: Any) -> None:
+        said.append(payload)
+        if guard.take(Signal.CANCEL, 7, 0):
+            raise TaskCancelled
+
+    note, guard = running.get(), Interrupts()
+    assert note is not None
+    note.say, note.interrupts = hear, guard
+    guard.begin_call(7)
+    guard.approach(0)
+    guard.begin(note, RawResult(0))
+    with pytest.raises(TaskCancelled):
+        add_all({"step": 0}, {"step": 1}, {"step": 2})
+    assert [metrics["step"] for _, metrics in said] == [0, 1, 2]
 
 
 def test_a_device_that_fails_hides_no_error() -> None:
