@@ -694,9 +694,10 @@ _now_shown: Any = None
 def shown(world: Any) -> Iterator[None]:
     """Make a group torch's default one for a while, None for none."""
     global _now_shown
-    before, outer = swap_default(world), _now_shown
-    _now_shown = world
+    before, outer = distributed().group.WORLD, _now_shown
     try:
+        swap_default(world)
+        _now_shown = world
         yield
     finally:
         swap_default(before)

@@ -201,9 +201,9 @@ def in_thread(
         finally:
             done.set()
 
-    threading.Thread(target=run, daemon=True).start()
     began = time.monotonic()
     try:
+        threading.Thread(target=run, daemon=True).start()
         while not done.wait(SLICE_S):  # in slices, so that an interruption gets through
             waiting(time.monotonic() - began)
     except BaseException:

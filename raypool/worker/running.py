@@ -200,8 +200,8 @@ def environment(values: Mapping[str, str], *others: str) -> Iterator[None]:
     """Set environment variables for a while; `others` may be changed meanwhile."""
     names = (*values, *others)
     before = {name: os.environ[name] for name in names if name in os.environ}
-    os.environ.update(values)
     try:
+        os.environ.update(values)
         yield
     finally:
         for name in names:

@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,12 +17,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from raypool.channel.exchange import LocalExchange
-from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError
+from raypool.errors import (
+    CollectiveError,
+    InvalidTypeError,
+    InvalidValueError,
+    SerializationError,
+    TaskCancelled,
+)
 from raypool.spmd import group as group_module
 from raypool.spmd import wire
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.group import Assignment, join, leave
+from raypool.spmd.transport import distributed, in_thread
 
 
 class Crew:
@@ -510,3 +518,36 @@ def test_what_needs_a_process_and_what_comes_too_late_say_so(trio: Crew) -> None
     kept = trio.well(body)
     with pytest.raises(InvalidValueError, match="This call has ended"):
         kept[0].barrier()
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+def test_torchs_default_group_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is interrupted between the change and what follows."""
+    swap, world, before = group_module.swap_default, Mock(rank=lambda: 0), distributed().group.WORLD
+
+    def swap_and_interrupt(group: Any) -> None:
+        swap(group)
+        if group is world:
+            raise TaskCancelled
+
+    monkeypatch.setattr(group_module, "swap_default", swap_and_interrupt)
+    with pytest.raises(TaskCancelled), group_module.shown(world):
+        pytest.fail("it was interrupted before")
+    assert distributed().group.WORLD is before
+
+
+def test_what_a_thread_has_made_too_late_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is interrupted as the thread has just begun."""
+    start, discarded = threading.Thread.start, []
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        thread.join(300)
+        raise TaskCancelled
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(TaskCancelled):
+        in_thread(lambda: "a group", discard=discarded.append)
+    assert discarded == ["a group"]

@@ -30,7 +30,7 @@ from raypool.worker.interrupts import (
     ThreadGuard,
 )
 from raypool.worker.runner import RawResult, Surroundings, run_parts
-from raypool.worker.running import TaskContext, note_here, uninterruptible
+from raypool.worker.running import TaskContext, environment, note_here, uninterruptible
 
 HERE = WorkerInfo(0, "here", 1)
 
@@ -385,6 +385,19 @@ def test_requests_arrive_while_those_of_earlier_calls_are_forgotten() -> None:
     guard.begin_call(8)
     with pytest.raises(TaskCancelled):
         guard.approach(8)
+
+
+def test_no_variable_is_left_in_the_environment() -> None:
+    class Values(dict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            if name == "RAYPOOL_TEST_SECOND":
+                raise TaskCancelled
+            return super().__getitem__(name)
+
+    values = Values(RAYPOOL_TEST_FIRST="1", RAYPOOL_TEST_SECOND="2")
+    with pytest.raises(TaskCancelled), environment(values):
+        pytest.fail("it was interrupted before")
+    assert not values.keys() & os.environ.keys()
 
 
 def test_a_task_may_raise_it_by_itself(guard: ProcessGuard) -> None:
