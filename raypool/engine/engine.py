@@ -468,7 +468,7 @@ def open_engine(
         atexit.register(_end_all)
         return Engine(profile, ThreadInbox(), functools.partial(RayBackend, profile), unpack)
     except BaseException:
-        leave_ray(lambda: None)
+        leave_ray(lambda _: None)
         raise
 
 

@@ -401,6 +401,47 @@ def test_a_cluster_at_an_address_is_used_and_left(
     assert eventually(lambda: ray.available_resources().get("GPU") == 3)
 
 
+def test_fetched_arrays_stay_as_they_are(run_python: Run) -> None:
+    """Also where their memory was that of another Ray's store, or of an object in a full one; and
+    where the cluster's store goes on, and uses that memory for others.
+    """
+    code = """
+    import numpy as np
+    from raypool import parpool
+    from raypool.backends.ray.session import ENVIRONMENT, make_token, without_helpers
+
+    def fetch(pool, number):
+        return pool.parfeval(np.full, 2_000_000, number).result()
+
+    def content(array):
+        return sorted(set(array.tolist()))
+
+    fetched = []
+    for number in range(1, 3):
+        with parpool(1, quiet=True) as pool:
+            fetched += content(fetch(pool, number))
+    os.environ.update(ENVIRONMENT)
+    make_token()
+    with without_helpers():
+        from ray.cluster_utils import Cluster
+        cluster = Cluster(True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000})
+    with parpool(1, address=cluster.address, quiet=True) as pool:
+        held = [fetch(pool, number) for number in range(3, 9)]
+        for number in range(9, 19):
+            fetched += content(fetch(pool, number))
+    with parpool(1, address=cluster.address, quiet=True) as pool:
+        for number in range(19, 29):
+            fetched += content(fetch(pool, number))
+    cluster.shutdown()
+    print(json.dumps({"fetched": fetched, "held": [content(array) for array in held]}))
+    """
+
+    facts, _ = session(run_python, code, PYTHONWARNINGS="ignore")
+
+    assert facts["held"] == [[number] for number in range(3, 9)]
+    assert facts["fetched"] == [1, 2, *range(9, 29)]
+
+
 def test_no_ray_at_the_address(run_python: Run) -> None:
     code = """
     from raypool import parpool, StartupError

@@ -442,8 +442,16 @@ _stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
 _stored_lock = threading.Lock()  # a set may not change while it is listed
 
 
-def bring_home() -> None:
-    """Fetch values whose futures are still held, before they are lost with Ray."""
+def bring_home(stays: bool) -> None:
+    """Fetch values whose futures are still held, before they are lost with this process's Ray.
+
+    `stays`: the object store stays, and will use the memory of present values for others.
+    """
+    if stays:
+        with _looking:
+            _store.is_left = True
+            for mapping in list(_mappings):
+                mapping.copy()
     with _stored_lock:
         stored = list(_stored)
     for values in stored:
@@ -836,6 +844,10 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+MADV_POPULATE_WRITE = 23
+"""Python has no name for it."""
 
 
 def own(buffer: Any) -> Any:
@@ -845,16 +857,22 @@ def own(buffer: Any) -> Any:
     with _looking:
         piece = _store.find(address, shared.nbytes)
         mapping = _Mapping.make(piece, address, shared) if piece is not None else None
+        if piece is not None and not piece.lasts:
+            os.close(piece.descriptor)  # it would keep the file's disk space
     return bytearray(shared) if mapping is None else np.asarray(mapping)
 
 
 class FileRange(NamedTuple):
-    """A part of this process's memory that maps a file; descriptor -1: it cannot be opened."""
+    """A part of this process's memory that maps a file; descriptor -1: it cannot be opened.
+
+    `lasts`: it does so until this process leaves Ray.
+    """
 
     start: int
     stop: int
     offset: int
     descriptor: int
+    lasts: bool
 
 
 class _Mapping:
@@ -869,6 +887,14 @@ class _Mapping:
             "typestr": "|u1",
             "version": 3,
         }
+        _mappings.add(self)
+
+    def copy(self) -> None:
+        """Have the system copy all pages that it has not copied yet."""
+        if _libc.madvise(self._start, self._length, MADV_POPULATE_WRITE):  # before Linux 5.14
+            pages = (ctypes.c_ubyte * self._length).from_address(self._start)
+            for place in range(0, self._length, mmap.PAGESIZE):
+                pages[place] = pages[place]
 
     @staticmethod
     def make(piece: FileRange, address: int, shared: np.ndarray[Any, Any]) -> _Mapping | None:
@@ -892,52 +918,53 @@ class _Mapping:
 
 
 class _Store:
-    """Knows which memory of this process is the object store's, and has its files open."""
+    """Knows which memory of this process is the object store's, and has that open."""
 
     def __init__(self) -> None:
-        self._worker_id = b""
-        self._pieces: list[FileRange] = []
+        self.is_left = False  # nothing more is mapped
+        self._connection: object = None
+        self._memory: FileRange | None = None
 
     def find(self, address: int, length: int) -> FileRange | None:
         """Return the file range of this memory, if it is the store's and can be opened."""
         worker = ray_private.worker.global_worker
         if not worker.connected:  # so with Ray Client, which has no store here
             return None
-        # another Ray, whose store may be where that of the last one was
-        if worker.worker_id != self._worker_id:
-            self._forget()
-            self._worker_id = worker.worker_id
-        piece = self._known(address, length)
-        if piece is None:
-            self._look()
-            piece = self._known(address, length)
-        return piece
+        # Another Ray's store may be where that of the last one was. A driver's id alone is the same
+        # in each new Ray.
+        connection = worker.worker_id, worker.current_node_id
+        known = self._memory
+        if connection != self._connection:
+            if known is not None and known.descriptor >= 0:
+                os.close(known.descriptor)
+            self._connection, self._memory, known = connection, None, None
+            self.is_left = False
+        if self.is_left:
+            return None
+        if known is not None and known.start <= address and address + length <= known.stop:
+            return known
+        found = _look(address, length)
+        if found is not None and found.lasts:
+            self._memory = found
+        return found
 
-    def _known(self, address: int, length: int) -> FileRange | None:
-        for piece in self._pieces:
-            if piece.start <= address and address + length <= piece.stop:
-                return piece
-        return None
 
-    def _forget(self) -> None:
-        for descriptor in {piece.descriptor for piece in self._pieces} - {-1}:
-            os.close(descriptor)
-        self._pieces = []
-
-    def _look(self) -> None:
-        """Read the memory map anew: a store that was full has grown by a file on disk."""
-        self._forget()
-        opened: dict[tuple[int, int], int] = {}
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, access, offset, device, inode, *name = line.split(maxsplit=5)
-            file_name = Path(name[0].removesuffix(" (deleted)")).name if name else ""
-            if "s" in access and file_name.startswith("plasma"):
-                major, minor = (int(number, 16) for number in device.split(":"))
-                file = os.makedev(major, minor), int(inode)
-                if file not in opened:
-                    opened[file] = _open(*file)
-                start, stop = (int(number, 16) for number in span.split("-"))
-                self._pieces.append(FileRange(start, stop, int(offset, 16), opened[file]))
+def _look(address: int, length: int) -> FileRange | None:
+    """Return the file range of this memory, opened, if it is the store's now."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, offset, device, inode, *name = line.split(maxsplit=5)
+        start, stop = (int(number, 16) for number in span.split("-"))
+        file = Path(name[0].removesuffix(" (deleted)") if name else "")
+        is_here = start <= address and address + length <= stop
+        if is_here and "s" in access and file.name.startswith("plasma"):
+            major, minor = (int(number, 16) for number in device.split(":"))
+            descriptor = _open(os.makedev(major, minor), int(inode))
+            # a full store puts each object into a file of its own on disk, which is unmapped with
+            # the object: the next one may get the same address
+            lasts = file.parent == Path("/dev/shm")
+            if lasts or descriptor >= 0:
+                return FileRange(start, stop, int(offset, 16), descriptor, lasts)
+    return None
 
 
 def _open(device: int, inode: int) -> int:
@@ -963,4 +990,5 @@ def _raylets() -> Iterator[psutil.Process]:
 
 
 _store = _Store()
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
 _looking = threading.Lock()  # values are unpacked in many threads

@@ -311,11 +311,12 @@ def connection() -> str:
     return f"{context.get_worker_id()} on {context.get_node_id()}"
 
 
-def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None:
+def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> None:
     """End Ray if it was started here and nobody uses it any more.
 
     Args:
-        before_end: Called before Ray is ended, while nobody can join.
+        before_end: Called before Ray is ended, while nobody can join; told whether the object
+            store stays.
         joined: The `connection` that was joined; nothing is done if that has ended meanwhile.
     """
     global _users, _ours, _files
@@ -328,7 +329,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
         if _users <= 0 and is_ours():
             processes = _wake()
             try:
-                _within(BRING_HOME_S, before_end)
+                _within(BRING_HOME_S, functools.partial(before_end, _files is None))
             finally:
                 _shut_down(processes)
                 _ours = None
@@ -348,13 +349,13 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
             outside.leave()
 
 
-def give_up_ray(before_end: Callable[[], None] | None) -> None:
+def give_up_ray(before_end: Callable[[bool], None] | None) -> None:
     """Leave a Ray that cannot be saved: otherwise Ray ends this process.
 
     From then on no call goes to that Ray: `is_up` is false.
 
     Args:
-        before_end: Called before; it may take `GIVE_UP_S`.
+        before_end: Called before, as in `leave_ray`; it may take `GIVE_UP_S`.
     """
     global _is_given_up
     _is_given_up = True
@@ -362,7 +363,7 @@ def give_up_ray(before_end: Callable[[], None] | None) -> None:
     with _lock:
         if _is_initialized():
             if before_end is not None:
-                _within(GIVE_UP_S, before_end)
+                _within(GIVE_UP_S, functools.partial(before_end, _files is None))
             _shut_down(processes)
         else:
             _is_given_up = False
