@@ -256,7 +256,14 @@ class Play:
         is_rank: bool = False,
     ) -> SliceResult:
         """Let an item come back that needed so much [GiB]."""
-        attempt_id, part = self.send(number, place, is_rank=is_rank)
+        sent = self.send(number, place, is_rank=is_rank)
+        return self.come_back(sent, peak, place, is_out=is_out)
+
+    def come_back(
+        self, sent: tuple[int, Part], peak: float, place: int = 0, *, is_out: bool = False
+    ) -> SliceResult:
+        attempt_id, part = sent
+        number = part.start
         failures = {number: Failure(OutOfMemoryError("CUDA out of memory"), None)} if is_out else {}
         result = SliceResult(number, 1, LocalValues([None]), 0, failures, array("d", [1.0]), 1.0)
         result.peak_memory_bytes = int(peak * GIBIBYTE) or None
@@ -430,14 +437,25 @@ def test_nobody_comes_while_something_runs_that_may_take_the_room_for_itself() -
     """
     play = Play()
     before = play.send(0)
-    seat = type("Seat", (), {"place": 0, "claim": play.claim})()
     play.run(1, 3)
     assert play.told == []
     assert play.send(2)[1].turn == (fraction_for(2, CARD), False)
-    result = SliceResult(0, 1, LocalValues([None]), 0, {}, array("d", [1.0]), 1.0)
-    result.peak_memory_bytes = GIBIBYTE
-    play.cards.came_back(0, seat, before[0], [result], None)
+    play.come_back(before, 1)
     assert [len(event.add) for event in play.told] == [1]
+
+
+def test_the_room_is_given_back_if_what_runs_has_needed_it() -> None:
+    play = Play()
+    play.run(0, 3)
+    (place,) = play.told[0].add
+    play.move_in(place)
+    before = play.send(1, place)
+    for number in (2, 3):
+        play.run(number, 3)
+    assert play.send(4)[1].turn == (fraction_for(4, CARD), False)
+    play.come_back(before, 5, place)
+    assert play.send(5)[1].turn == (fraction_for(2, CARD), False)
+    assert play.seats == 2
 
 
 # --- turns ----------------------------------------------------------------------------------------

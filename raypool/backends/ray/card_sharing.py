@@ -304,6 +304,8 @@ class SharedGpus:
             else:
                 grow = functools.partial(self._grow, gpu)
                 self._ask_usage(worker_id, gpu.since, time.time(), grow)
+        elif not gpu.is_asking:
+            gpu.planned = 0  # an item that was still running then needed more
 
     def _limit(self, gpu: SharedGpu) -> int:
         return min(gpu.most, gpu.claim.demand.workers_per_claim)
