@@ -156,3 +156,30 @@ with parpool(1, profile=profile()) as pool:
 """
     done = run_python(WORKERS + code, PYTHONWARNINGS="ignore")
     assert done.stdout.split(maxsplit=1) == ["True", "[0.0, 0.0, 0.0]\n"]
+
+
+def test_a_worker_that_ends_at_the_same_time_as_its_client(run_python: Any) -> None:
+    code = """
+import os, selectors, socket
+from raypool.backends.ray.fork_server import ForkServer
+
+server = ForkServer(socket.create_server(("127.0.0.1", 0)), {}, "")
+ours, theirs = socket.socketpair()
+pid = os.fork()
+if not pid:
+    os._exit(0)
+server._clients[ours], server._children[pid] = pid, ours
+server._watch.register(ours, selectors.EVENT_READ)
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+theirs.close()
+reap, (owner, end) = server._reap, os.pipe()
+
+def reap_and_end():
+    reap()
+    os.close(end)  # the owner ends
+
+server._reap, server._owner = reap_and_end, owner
+server._watch.register(owner, selectors.EVENT_READ)
+print(server.run(), len(server._clients))
+"""
+    assert run_python(code).stdout == "None 0\n"

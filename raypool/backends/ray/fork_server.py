@@ -233,7 +233,8 @@ class ForkServer:
                 elif key.fileobj is self._wake[0]:
                     self._wake[0].recv(4096)
                     self._reap()
-                elif isinstance(key.fileobj, socket.socket):
+                # its child may have ended too, and been reaped just now
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._clients:
                     self._end_child(key.fileobj)
 
     def _accept(self) -> dict[str, Any] | None:
