@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from raypool import ParallelPool, SpmdError, WorkerLostError, parpool
 from raypool.backends.ray import agents, backend
+from raypool.core.messages import Signal
+from raypool.errors import LossReason
 from tests.shared_pool import shared
 
 Eventually = Callable[..., bool]
@@ -118,6 +121,43 @@ def test_what_it_is_to_cancel_ends_without_it(
     assert eventually(lambda: not before.is_running())
 
 
+def test_a_worker_that_is_lost_while_it_is_replaced_takes_nothing_with_it(
+    first: Any, eventually: Eventually, make_gate: Any
+) -> None:
+    """The next worker in its place is not killed for it."""
+    ray_backend = first._engine.backend
+
+    def there() -> list[int]:
+        return [key for key, slot in list(ray_backend._by_worker.items()) if slot.place == 0]
+
+    (lost,) = there()
+    agents_gate, gate = make_gate(), make_gate()
+    ray_backend._agents.later(agents_gate.wait)
+    ray_backend._lose(lost, LossReason.OUT_OF_MEMORY, "it used too much memory")
+    future = first.options(fresh_process=True).parfeval(gate.wait)
+    assert eventually(lambda: there() not in ([], [lost]))
+    next_one = there()
+    agents_gate.open()
+    assert eventually(future.running)
+    assert there() == next_one
+    gate.open()
+    future.result(300)
+
+
+def test_a_signal_for_a_worker_that_is_lost_just_then(
+    first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_pool = first._engine.backend._agents
+    (worker_id,) = (key for key, (agent, _) in list(of_pool._by_worker.items())[:1])
+
+    def is_up() -> bool:
+        of_pool._by_worker.pop(worker_id, None)  # another thread, just then
+        return True
+
+    monkeypatch.setattr(agents, "is_up", is_up)
+    of_pool.signal(worker_id, 0, 0, Signal.CANCEL, lambda: None)
+
+
 def add_up(context: Any) -> int:
     return context.all_reduce(context.rank + 1)
 
@@ -177,3 +217,15 @@ def test_what_it_does_not_end_is_ended_with_the_pool(
         processes = [the_agent(), *(psutil.Process(worker.pid) for worker in pool.workers)]
         processes[0].suspend()
     assert eventually(lambda: not any(process.is_running() for process in processes))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_of_the_end_that_fails_keeps_no_other_from_being_done(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    def fail() -> None:
+        raise OSError("no space left on device")
+
+    with parpool(1, quiet=True) as pool:
+        monkeypatch.setattr(pool._engine.backend._hub, "close", fail)
+    assert eventually(lambda: all(each.name != "raypool-watch" for each in threading.enumerate()))

@@ -411,6 +411,21 @@ def test_workers_of_several_kinds_are_each_made_up_for(on_cluster: Any) -> None:
     assert facts == {"gpus": [0, 1, 1]}
 
 
+def test_the_gpu_of_a_lost_node_is_made_up_for_with_as_many_workers_as_fit(
+    on_cluster: Any,
+) -> None:
+    facts, _ = on_cluster("""
+    node, other = add(num_cpus=0, num_gpus=1), add(num_cpus=0, num_gpus=1)
+    with parpool(2, address=cluster.address, quiet=True, workers_per_gpu="auto") as pool:
+        kill(node)
+        sizes(pool, 1)
+        add(num_cpus=0, num_gpus=1)
+        facts["is there again"] = sizes(pool, 2)
+    end()
+    """)
+    assert facts == {"is there again": True}
+
+
 @pytest.mark.long
 def test_a_call_on_all_workers_when_a_node_is_lost(on_cluster: Any) -> None:
     """It ends, as when any rank is lost, and the pool goes on with the others."""

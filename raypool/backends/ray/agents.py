@@ -5,6 +5,7 @@ Each node with workers of the pool has one agent, started with the first of thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -394,10 +395,11 @@ class Agents:
         self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore
     ) -> None:
         """Pass on a wish; `on_stuck` is called if a canceled task still runs after the grace."""
-        # asking anything of it would start a new one
-        if worker_id not in self._by_worker or not is_up():
+        if not is_up():  # asking anything of it would start a new one
             return
-        agent, watched = self._by_worker[worker_id]
+        agent, watched = self._by_worker.get(worker_id, (None, None))
+        if agent is None:
+            return
 
         def take(is_stuck: Any) -> None:
             # If the agent does not answer, or has gone, nobody can interrupt the worker any more.
@@ -425,7 +427,7 @@ class Agents:
         for other in list(self._agents.values()):
             other.exchange.remote("forget", worker_id)
         if agent is None:
-            aside(functools.partial(_kill, [actor], then))
+            aside(functools.partial(kill, [actor], then))
             return
 
         def ended(answer: Any) -> None:
@@ -434,7 +436,7 @@ class Agents:
                 return
             # a silent agent is killed, so that another takes its place; else it has gone itself
             late = [agent] if isinstance(answer, TimeoutError) else []
-            aside(functools.partial(_kill, [*late, actor], then))
+            aside(functools.partial(kill, [*late, actor], then))
 
         self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), ended)
 
@@ -463,12 +465,14 @@ class Agents:
             deadline = time.monotonic() + FINISH_TIMEOUT_S
             for agent in agents:
                 self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
-                ray.kill(agent)
+                kill([agent])
         self._chores.put(None)
 
 
-def _kill(actors: Sequence[Any], then: Chore) -> None:
+def kill(actors: Sequence[Any], then: Chore = lambda: None) -> None:
+    """Kill actors, as far as Ray is still there; then call `then`."""
     for actor in actors:
-        if is_up():
-            ray.kill(actor)
+        with contextlib.suppress(Exception):  # Ray may have died meanwhile
+            if is_up():
+                ray.kill(actor)
     then()

@@ -23,7 +23,7 @@ import ray
 
 from raypool.backends.base import Post
 from raypool.backends.ray import client, packing
-from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
+from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit, kill
 from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text, when_done
 from raypool.backends.ray.card_sharing import SharedGpus
 from raypool.backends.ray.claims import Claim, locate
@@ -103,6 +103,8 @@ class RayBackend:
         self.may_move, self.demands = self._placement.may_move, self._placement.demands
         self._slots: dict[int, Slot] = {}
         self._by_worker: dict[int, Slot] = {}
+        # held while a slot is looked at for one worker, so that it gets no other meanwhile
+        self._replacing = threading.Lock()
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
@@ -203,7 +205,7 @@ class RayBackend:
         del self._slots[place]
         left = self._placement.leave(place)  # None while another place uses the claim
         if self._cards is not None:
-            is_lost = not self._nodes.stays(str(slot.claim.node_id))
+            is_lost = not self._nodes.stays(str(slot.claim.last_node_id))
             self._cards.left(place, slot.claim, is_lost=is_lost)
 
         def give_back() -> None:
@@ -248,9 +250,11 @@ class RayBackend:
 
     def _retire(self, slot: Slot, then: Chore = lambda: None) -> None:
         """End the worker of a slot; `then` is called when all its processes have ended."""
-        actor, worker_id, is_free = slot.actor, slot.worker_id, slot.is_idle and not slot.is_ending
-        self._by_worker.pop(worker_id, None)
-        slot.actor = None
+        with self._replacing:
+            actor, worker_id = slot.actor, slot.worker_id
+            is_free = slot.is_idle and not slot.is_ending
+            self._by_worker.pop(worker_id, None)
+            slot.actor = None
         if actor is None or not is_up():
             then()
             return
@@ -332,18 +336,20 @@ class RayBackend:
             words = answer if isinstance(answer, str) else loss_text(answer)
             self._lose(worker_id, LossReason.START, words)
             return
-        slot = self._by_worker.get(worker_id)
-        if slot is not None and answer.info.host == platform.node():
-            # it has gone, or this process has too many files open: Ray will say
-            with contextlib.suppress(OSError):
+        # it has gone, or this process has too many files open: Ray will say
+        with self._replacing, contextlib.suppress(OSError):
+            slot = self._by_worker.get(worker_id)
+            if slot is not None and answer.info.host == platform.node():
                 slot.pulse = Pulse(answer.info.pid)
         self._agents.later(functools.partial(self._settle_in, worker_id, answer))
 
     def _settle_in(self, worker_id: int, introduction: Introduction) -> None:
         """Let a worker be watched over, and take calls."""
-        slot = self._by_worker.get(worker_id)
-        if slot is None or slot.actor is None:
-            return  # the worker was given up meanwhile
+        with self._replacing:
+            slot = self._by_worker.get(worker_id)
+            if slot is None:
+                return  # the worker was given up meanwhile
+            actor = slot.actor
         limit = slot.claim.demand.worker_memory_bytes
 
         def on_over(used: int) -> None:
@@ -355,7 +361,7 @@ class RayBackend:
 
         slot.claim.node_id = introduction.node_id
         memory = MemoryLimit(limit, on_over) if limit else None
-        self._agents.attach(worker_id, introduction, slot.actor, memory)
+        self._agents.attach(worker_id, introduction, actor, memory)
         self._post(WorkerReady(worker_id), introduction.info)
 
     def _lose(
@@ -367,15 +373,17 @@ class RayBackend:
         during: int | None = None,
     ) -> None:
         """End a worker, unless it has ended the attempt `during`; from any thread."""
-        slot = self._by_worker.get(worker_id)
-        if slot is None or slot.is_ending or (during is not None and during not in slot.calls):
-            return
-        slot.is_ending = True  # so that the driver is told once
-        slot.doomed = during
+        with self._replacing:
+            slot = self._by_worker.get(worker_id)
+            if slot is None or slot.is_ending or (during is not None and during not in slot.calls):
+                return
+            slot.is_ending = True  # so that the driver is told once
+            slot.doomed = during
+            actor = slot.actor
         lost = WorkerLost(worker_id, reason, was_idle)
-        tell = functools.partial(self._nodes.tell_lost, lost, words, slot.claim.node_id)
+        tell = functools.partial(self._nodes.tell_lost, lost, words, slot.claim.last_node_id)
         # told when nothing is left of it: its replacement needs the GPU's memory
-        self._agents.later(lambda: self._agents.end(worker_id, slot.actor, tell))
+        self._agents.later(functools.partial(self._agents.end, worker_id, actor, tell))
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -552,7 +560,13 @@ class RayBackend:
         ending.join(GIVEN_UP_S)
 
     def _end_all(self) -> None:
-        try:
+        with contextlib.ExitStack() as last:  # done backwards, each whatever the others raise
+            last.callback(leave_ray, bring_home, self._joined)
+            last.callback(self._left.set)
+            last.callback(drop_source, self._agents)
+            last.callback(self._hub.close)
+            last.callback(self._agents.close)
+            last.callback(self._nodes.close)
             self._placement.stop_claiming()
             for place in list(self._slots):
                 self.vacate(place)
@@ -562,16 +576,8 @@ class RayBackend:
             if is_up():
                 # their node's agent answers nobody
                 for actor, then in list(self._retiring.values()):
-                    ray.kill(actor)
-                    then()
+                    kill([actor], then)
                 self._placement.close(CLOSE_TIMEOUT_S)
-        finally:
-            self._nodes.close()
-            self._agents.close()
-            self._hub.close()
-            drop_source(self._agents)
-            self._left.set()
-            leave_ray(bring_home, self._joined)
 
 
 # --- slots ----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Claim:
     host: str = ""  # the name of its machine, and what is known of its GPUs; where that was asked
     cards: tuple[GpuDevice, ...] | None = None
     node_id: str | None = None  # where it was when somebody looked last
+    was_on: str | None = None  # where it was before its node died
     is_released: bool = False
     room: int = 0  # so many workers may stand on it now
 
@@ -73,6 +74,11 @@ class Claim:
     def gpu(self) -> int | None:
         """The index of its (first) GPU, if known."""
         return self.cards[0].index if self.cards else None
+
+    @property
+    def last_node_id(self) -> str | None:
+        """The last node that it is known to have been on."""
+        return self.node_id or self.was_on
 
     def strategy(self) -> PlacementGroupSchedulingStrategy:
         """Return the strategy that puts an actor or task into it."""
@@ -149,6 +155,7 @@ def is_ready(claim: Claim) -> bool:
 def locate(claim: Claim) -> str | None:
     """Return a claim's node, None if it has none; Ray moves claims whose node has died."""
     entry = placement_group_table(claim.group)
+    claim.was_on = claim.last_node_id
     # Ray forgets groups that were removed: the entry is empty
     claim.node_id = str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else None
     return claim.node_id

@@ -1,0 +1,61 @@
+"""Joining Ray while another thread leaves one that has died, and what is known of claims there."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raypool.backends.ray import claims, session
+from raypool.backends.ray.claims import Claim, locate
+
+
+class JoinedError(Exception):
+    """The next Ray is about to start."""
+
+
+def test_a_pool_that_is_opened_while_a_dead_ray_is_left_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    someone_waits, is_given_up = threading.Event(), threading.Event()
+
+    class Lock(threading.Condition):
+        def wait_for(self, *args: Any) -> bool:
+            someone_waits.set()
+            return super().wait_for(*args)
+
+    def wake() -> list[int]:
+        is_given_up.set()
+        someone_waits.wait(300)
+        return []
+
+    def join(*_: Any) -> None:
+        raise JoinedError
+
+    monkeypatch.setattr(session, "_lock", Lock(threading.Lock()))
+    monkeypatch.setattr(session, "_wake", wake)
+    monkeypatch.setattr(session, "_is_initialized", lambda: False)
+    monkeypatch.setattr(session, "_prepare", join)
+    leaving = threading.Thread(target=session.give_up_ray, args=[None])
+    leaving.start()
+    try:
+        assert is_given_up.wait(300)
+        with pytest.raises(JoinedError):
+            session.join_ray()
+    finally:
+        someone_waits.set()
+        leaving.join()
+
+
+def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: dict[str, Any] = {"state": "CREATED", "bundles_to_node_id": {0: "first"}}
+    monkeypatch.setattr(claims, "placement_group_table", lambda _: table)
+    claim = Claim(None, SimpleNamespace(first_workers=1))  # type: ignore[arg-type]
+    assert locate(claim) == claim.last_node_id == "first"
+    table["state"] = "RESCHEDULING"
+    assert locate(claim) is None is locate(claim)
+    assert claim.last_node_id == "first"
+    table |= {"state": "CREATED", "bundles_to_node_id": {0: "second"}}
+    assert locate(claim) == claim.last_node_id == "second"
