@@ -501,6 +501,54 @@ def test_ray_starts_once_what_was_in_its_way_is_gone(run_python: Run) -> None:
     assert value == 1
 
 
+def test_ctrl_c_while_ray_starts_leaves_nothing(run_python: Run) -> None:
+    """Whether it comes as Ray starts its processes, or when they are all there."""
+    code = """
+    from raypool import parpool
+    from raypool.backends.ray.session import folder_of_ray
+    import ray
+    from ray._private.node import Node
+
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    def init_and_stop(*args, **options):
+        init(*args, **options)
+        stop()
+
+    def open_and_look():
+        try:
+            parpool(1, quiet=True)
+        except KeyboardInterrupt:
+            opened = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
+            held = [name for name in opened if name.startswith(str(folder_of_ray())) and "/.lock" in name]
+            return [ray.is_initialized(), len(held), len(folders() - before)]
+
+    def is_running(process):
+        return process.name() in ("gcs_server", "raylet")
+
+    def folders():
+        return {*folder_of_ray().glob("*")}
+
+    before, facts, init, start = folders(), {}, ray.init, Node.start_ray_processes
+    Node.start_ray_processes = stop
+    facts["early"] = open_and_look()
+    Node.start_ray_processes, ray.init = start, init_and_stop
+    facts["late"] = open_and_look()
+    ray.init = init
+    deadline = time.monotonic() + 300
+    while any(of_children(is_running)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    facts["processes"] = any(of_children(is_running))
+    with parpool(1, quiet=True) as pool:
+        facts["next"] = pool.parfeval(abs, -1).result()
+    print(json.dumps(facts))
+    """
+    facts, _ = session(run_python, code)
+    fork_server = [False, 1, 1]
+    assert facts == {"early": fork_server, "late": fork_server, "processes": False, "next": 1}
+
+
 def test_a_home_that_cannot_be_written(run_python: Run) -> None:
     """There is no place for the token: the error says which file it is."""
     code = """

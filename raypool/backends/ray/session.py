@@ -126,7 +126,8 @@ ENVIRONMENT = {
 
 logger = logging.getLogger("raypool")
 
-_lock = threading.Lock()  # Ray is started, joined and ended by one thread at a time
+# Ray is started, joined and ended by one thread at a time; notified when one has been given up
+_lock = threading.Condition(threading.Lock())
 _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
@@ -160,14 +161,16 @@ def join_ray(
         InvalidValueError: The files to be sent are larger than Ray allows.
     """
     global _users, _ours, _shipped, _allocation
-    if is_forked():
-        raise StartupError(FORKED)
-    if _is_given_up:
-        raise StartupError(
-            "Ray no longer answers, and cannot be shut down in this process. Start a new process."
-        )
     profile = profile or Profile()
     with _lock, contextlib.ExitStack() as undo:
+        if is_forked():
+            raise StartupError(FORKED)
+        # a thread may just be leaving a Ray that has died
+        if not _lock.wait_for(lambda: not _is_given_up, GIVE_UP_S + 2 * SHUTDOWN_S):
+            raise StartupError(
+                "Ray no longer answers, and cannot be shut down in this process. Start a new"
+                " process."
+            )
         if not _is_initialized():
             _release_allocation()  # of a Ray that somebody has ended meanwhile
             undo.callback(_release_allocation)
@@ -190,6 +193,7 @@ def join_ray(
                 _check_joined(profile)
             else:
                 shipped = connect.runtime_env(profile)
+                undo.callback(_end, ())  # what has started: else the next `parpool` would join it
                 with _own_sigterm():
                     _connect(ray, profile, address, inventory, shipped)
                 _ours, _shipped = connection(), shipped
@@ -289,7 +293,7 @@ def _after_fork() -> None:
     _has_forked = _has_forked or _is_initialized()
     if _files is not None:
         os.close(_files[1])  # else the folder would be held as long as this child lives
-    _lock, _users, _ours, _files = threading.Lock(), 0, None, None
+    _lock, _users, _ours, _files = threading.Condition(threading.Lock()), 0, None, None
     # native code would keep a handler in Python from running
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -319,7 +323,7 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
             store stays.
         joined: The `connection` that was joined; nothing is done if that has ended meanwhile.
     """
-    global _users, _ours, _files
+    global _users
     with _lock:
         if joined is not None and (not _is_initialized() or joined != connection()):
             if not _is_initialized():
@@ -331,22 +335,28 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
             try:
                 _within(BRING_HOME_S, functools.partial(before_end, _files is None))
             finally:
-                _shut_down(processes)
-                _ours = None
-                _ended.set()
-                if _files is not None:
-                    (folder, held), _files = _files, None
-                    for _ in range(TRIES):  # a process that still ends may write into it
-                        shutil.rmtree(folder, ignore_errors=True)
-                        if not folder.exists():
-                            break
-                        time.sleep(0.01)
-                    os.close(held)
+                _end(processes)
                 _release_allocation()
         elif _users <= 0:
             from raypool.backends.ray import client as outside
 
             outside.leave()
+
+
+def _end(processes: Sequence[int]) -> None:
+    """Shut our own connection down, and Ray if it was started here, and remove its files."""
+    global _ours, _files
+    _shut_down(processes)
+    _ours = None
+    _ended.set()
+    if _files is not None:
+        (folder, held), _files = _files, None
+        for _ in range(TRIES):  # a process that still ends may write into it
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.01)
+        os.close(held)
 
 
 def give_up_ray(before_end: Callable[[bool], None] | None) -> None:
@@ -369,6 +379,7 @@ def give_up_ray(before_end: Callable[[bool], None] | None) -> None:
             _is_given_up = False
         _release_allocation()
         _ended.set()
+        _lock.notify_all()
 
 
 def is_up() -> bool:
@@ -607,16 +618,11 @@ def _connect(
                 _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
-        _shut_down(())  # what has started: else the next `parpool` would join it
         raise connect.not_started(address, error) from error
     if address is not None and address.startswith(CLIENT):
         from raypool.backends.ray import client as outside
 
-        try:
-            outside.check_raypool(address)
-        except BaseException:
-            ray.shutdown()
-            raise
+        outside.check_raypool(address)
 
 
 # --- start without idle processes -----------------------------------------------------------------
