@@ -459,14 +459,16 @@ class Agents:
             self._is_closed = True
             agents = list(self._agents.values())
             self._agents.clear()
-        if is_up():
-            for agent in agents:
-                agent.finish.remote()
-            deadline = time.monotonic() + FINISH_TIMEOUT_S
-            for agent in agents:
-                self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
-                kill([agent])
-        self._chores.put(None)
+        try:
+            if is_up():
+                for agent in agents:
+                    agent.finish.remote()
+                deadline = time.monotonic() + FINISH_TIMEOUT_S
+                for agent in agents:
+                    self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
+                    kill([agent])
+        finally:
+            self._chores.put(None)
 
 
 def kill(actors: Sequence[Any], then: Chore = lambda: None) -> None:
