@@ -257,7 +257,8 @@ class InlineBackend:
         limit: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if part.timeout_s is not None and self._limits_time and not is_late_rank:
             limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
-        call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
+        here = self._surroundings(worker_id, functions)
+        call = (worker_id, attempt_id, parts, here, contextlib.nullcontext())
         if not part.is_rank:
             with limit:
                 self._call(*call)
@@ -334,31 +335,32 @@ class InlineBackend:
             if guard is not None:
                 guard.request(Signal.CANCEL, rank.attempt_id, task_id)
 
+    def _surroundings(self, worker_id: int, functions: Sequence[Function]) -> Surroundings:
+        """Return what a call needs, in the driver's thread: its worker may be forgotten later."""
+        return Surroundings(
+            self._workers[worker_id],
+            {function.fn_id: function.packed for function in functions}.__getitem__,
+            lambda items: items,
+            self._guards[worker_id],
+            self._say,
+            find_way=self.find_way,
+            folders=self._folders,
+            is_users_thread=self._is_users_thread,
+            early=self._early.get(worker_id),
+        )
+
     def _call(
         self,
         worker_id: int,
         attempt_id: int,
         parts: Sequence[Part],
-        functions: Sequence[Function],
-        guard: contextlib.AbstractContextManager[Any],
+        here: Surroundings,
+        turn: contextlib.AbstractContextManager[Any],
     ) -> bool:
         """Run a call and post the result; False if raypool failed, and the worker with it."""
-        known = {function.fn_id: function.packed for function in functions}
         try:
-            with guard:
-                here = Surroundings(
-                    self._workers[worker_id],
-                    known.__getitem__,
-                    lambda items: items,
-                    self._guards[worker_id],
-                    self._say,
-                    find_way=self.find_way,
-                    folders=self._folders,
-                    is_users_thread=self._is_users_thread,
-                    early=self._early.get(worker_id),
-                )
-                with listening():
-                    raw = self._run_parts(attempt_id, parts, here)
+            with turn, listening():
+                raw = self._run_parts(attempt_id, parts, here)
         except Exception as error:
             # raypool's own mistake, not the user's: nobody may be left waiting
             self._post(
@@ -454,10 +456,11 @@ class ThreadsBackend(InlineBackend):
         calls.put(lambda: self._set_up(worker_id, info, setups))
 
     def _forget(self, worker_id: int) -> None:
-        """End a thread after its call; wait for its teardown if it is free."""
+        """End a thread, and cancel what it runs; wait for its teardown if it is free."""
         worker, guard = self._workers.pop(worker_id), self._guards.pop(worker_id)
         calls, thread = self._calls.pop(worker_id), self._threads.pop(worker_id)
         del self._early[worker_id]
+        guard.give_up()
         calls.put(lambda: self._tear_down(worker_id, worker))
         calls.put(None)
         if self._profile.teardown is not None and guard.is_free:
@@ -500,8 +503,8 @@ class ThreadsBackend(InlineBackend):
         """Hand the call to the thread."""
         # the global random generators are the process's: items with a seed run one at a time
         is_seeded = any(part.seed is not None for part in parts)
-        guard = self._seeding if is_seeded else contextlib.nullcontext()
-        early = self._early[worker_id]
+        turn = self._seeding if is_seeded else contextlib.nullcontext()
+        here, early = self._surroundings(worker_id, functions), self._early[worker_id]
 
         def call() -> bool:
             if early.is_behind(behind):
@@ -509,7 +512,7 @@ class ThreadsBackend(InlineBackend):
                 self._post(AttemptFinished(worker_id, attempt_id, ()), nothing)
                 return True
             try:
-                return self._call(worker_id, attempt_id, parts, functions, guard)
+                return self._call(worker_id, attempt_id, parts, here, turn)
             finally:
                 for timer in self._graces.pop(attempt_id, ()):
                     timer.cancel()

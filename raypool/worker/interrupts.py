@@ -260,7 +260,14 @@ class ThreadGuard(Interrupts):
         super().__init__()
         self._thread_id = 0
         self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
+        self._is_given_up = False
         self._lock = threading.Lock()
+
+    def approach(self, task_id: int) -> None:
+        """Note that a slice is opened."""
+        super().approach(task_id)
+        if self._is_given_up:
+            raise TaskCancelled
 
     def begin(self, note: TaskContext, result: RawResult) -> None:
         """Note that the user's code begins, in this thread."""
@@ -313,6 +320,11 @@ class ThreadGuard(Interrupts):
             self._lock.release()
         if is_due:
             raise TaskCancelled
+
+    def give_up(self) -> None:
+        """Cancel the running slice, and every later one, from any thread."""
+        self._is_given_up = True  # first: a slice that is not seen below sees this
+        self.request(Signal.CANCEL, *self._at_hand)
 
     def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
         """Take a request, from any thread."""

@@ -173,6 +173,27 @@ def test_a_teardown_that_fails_keeps_nobody_from_ending(
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.threads
+def test_closing_cancels_running_calls_and_drops_waiting_ones(
+    make_pool: Any, gate: Any, marks: Any, eventually: Any, press_ctrl_c: Any
+) -> None:
+    """An item waits in the worker, behind the running one, when Ctrl-C leaves `with`."""
+
+    def run(item: int) -> None:
+        if item:
+            marks.add("begun")
+            press_ctrl_c()
+            gate.wait()
+
+    def interrupt() -> None:
+        with make_pool(1, teardown=lambda: marks.add("teardown")) as pool:
+            pool.parfor(run, [0] * 20 + [1] * 20, chunk_size=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert eventually(lambda: marks.all() == ["begun", "teardown"])
+
+
 @pytest.mark.concurrent
 def test_a_teardown_that_hangs_is_given_up(
     make_pool: Any, gate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
