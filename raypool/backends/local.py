@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from raypool.backends.base import Post
 from raypool.channel.capture import listening
@@ -47,7 +47,7 @@ from raypool.errors import LossReason, ResourceError
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.worker.folders import CheckpointFolders, TemporaryFolder, temporary_here
-from raypool.worker.interrupts import ThreadGuard, TimeLimit
+from raypool.worker.interrupts import ThreadGuard, TimeLimit, ctrl_c
 from raypool.worker.runner import (
     HandBack,
     NarrowedCall,
@@ -316,6 +316,7 @@ class InlineBackend:
 
         return TimeLimit(timeout_s, self._profile.cancel_grace_s, tell, interrupt, warn, on_signal)
 
+    @ctrl_c.enters
     def _wait_for_ranks(self, task_id: int) -> None:
         for rank in self._ranks[task_id]:
             while rank.thread is not None and rank.thread.is_alive():
@@ -381,6 +382,8 @@ class InlineBackend:
         # no slice of a task that Ctrl-C has ended begins, even if it was dealt out before
         if any(part.task_id in self._interrupted for part in parts):
             return [RawResult(part.start) for part in parts]
+        if ctrl_c.take():  # it came just before: the first item ends by it
+            here = here._replace(functions=lambda _: _interrupt)
         raw = run_parts(attempt_id, parts, here)
         self._interrupted.extend(
             part.task_id
@@ -404,6 +407,10 @@ class InlineBackend:
         if self._exchange is not None:
             self._exchange.close()
         self._temporary.remove()
+
+
+def _interrupt(*_: Any, **__: Any) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def result_of(raw: RawResult) -> SliceResult:

@@ -47,6 +47,7 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
+from raypool.worker.interrupts import ctrl_c
 from raypool.worker.running import is_interrupt
 
 if TYPE_CHECKING:
@@ -209,16 +210,23 @@ class Driver:
             self._step()
         self._drain()
 
+    @ctrl_c.holds
     def _drain(self) -> None:
         # not if a call further up this stack, or another thread, is doing so: that takes it too
-        while not self._inbox.is_empty and self._drain_lock.acquire(blocking=False):
-            self._drainer = threading.get_ident()
-            try:
-                while self._step():
-                    pass
-            finally:
-                self._drainer = None
-                self._drain_lock.release()
+        if self._drainer == threading.get_ident():
+            return
+        before = ctrl_c.hold()
+        try:
+            while not self._inbox.is_empty and self._drain_lock.acquire(blocking=False):
+                self._drainer = threading.get_ident()
+                try:
+                    while self._step():
+                        pass
+                finally:
+                    self._drainer = None
+                    self._drain_lock.release()
+        finally:
+            ctrl_c.release(before)
 
     def _step(self) -> bool:
         """Handle the next message or timer; False if there is neither."""

@@ -161,7 +161,10 @@ def driver_failed(cause: BaseException | None) -> PoolBrokenError:
         ended.__cause__ = cause
         return ended
     broken = PoolBrokenError(
-        "The pool's driver has failed. This is a bug in raypool; report it with the cause below."
+        "Ctrl-C has ended the pool, whose driver ran in this thread. Open another with parpool()."
+        if isinstance(cause, KeyboardInterrupt)
+        else "The pool's driver has failed. This is a bug in raypool; report it with the cause"
+        " below."
     )
     broken.__cause__ = cause
     return broken

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from raypool.core.messages import Event
+from raypool.worker.interrupts import ctrl_c
 
 BURST = 8
 """The number of waiting messages at which a posting thread lets the driver run."""
@@ -95,5 +96,9 @@ class InlineInbox:
         if self._messages:
             return self._messages.popleft()
         if until is not None:
-            time.sleep(min(max(0.0, until - self.now()), LONGEST_WAIT_S))
+            self._wait(until)
         return None
+
+    @ctrl_c.enters
+    def _wait(self, until: float) -> None:
+        time.sleep(min(max(0.0, until - self.now()), LONGEST_WAIT_S))

@@ -8,7 +8,9 @@ arrives when the thread runs Python code again.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _weakrefset
+import contextlib
 import ctypes
 import inspect
 import itertools
@@ -20,9 +22,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
@@ -460,3 +462,96 @@ class TimeLimit:
                 late_at = None
                 self._on_late()
             self._has_ended.wait(AGAIN_S)
+
+
+# --- Ctrl-C in the backend "inline" ---------------------------------------------------------------
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# those of `signal` take ten times longer, and each call of a pool needs both
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
+
+
+class CtrlC:
+    """Keeps Ctrl-C out of a driver that runs in the main thread, but not out of the user's code.
+
+    A second Ctrl-C arrives wherever it comes, and so does every one if the user has set a handler.
+
+    Attributes:
+        is_due: One was held back.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._arrives: dict[CodeType, bool] = {}  # in a function, and what it calls
+        self._handler = self._take  # one object, to be compared
+
+    def holds(self, fn: F) -> F:
+        """Mark a function in which Ctrl-C is held back: a decorator."""
+        self._arrives[fn.__code__] = False
+        return fn
+
+    def enters(self, fn: F) -> F:
+        """Mark a function in which it arrives, whatever has called it: a decorator."""
+        self._arrives[fn.__code__] = True
+        return fn
+
+    def hold(self) -> Any:
+        """Begin to hold it back; return the handler before, for `release`."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        before = _get_handler(signal.SIGINT)
+        if before is signal.default_int_handler:
+            self.is_due = False
+            _set_handler(signal.SIGINT, self._handler)
+        elif before is not self._handler:
+            return None
+        return before
+
+    def release(self, before: Any) -> None:
+        """Set the handler back.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was held back.
+        """
+        if before is None:
+            return
+        if _get_handler(signal.SIGINT) is self._handler:  # else the user has set another meanwhile
+            _set_handler(signal.SIGINT, before)
+        if self.take():
+            raise KeyboardInterrupt
+
+    def take(self) -> bool:
+        """Whether one was held back that means the caller, who raises it."""
+        if not self.is_due or threading.current_thread() is not threading.main_thread():
+            return False
+        self.is_due = False
+        return True
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Have Python's own handler for a while: `asyncio` replaces no other."""
+        is_held = (
+            threading.current_thread() is threading.main_thread()
+            and _get_handler(signal.SIGINT) is self._handler
+        )
+        if is_held:
+            _set_handler(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            if is_held:
+                _set_handler(signal.SIGINT, self._handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        arrives: bool | None = None
+        while frame is not None and arrives is None:
+            arrives, frame = self._arrives.get(frame.f_code), frame.f_back
+        is_held, is_second = arrives is False, self.is_due
+        self.is_due = is_held  # also a second one: a callback may drop it
+        if is_second or not is_held:
+            raise KeyboardInterrupt
+
+
+ctrl_c = CtrlC()

@@ -32,7 +32,7 @@ from raypool.options import takes
 from raypool.worker.folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
-from raypool.worker.interrupts import NOW, Interrupts, Terminated
+from raypool.worker.interrupts import NOW, Interrupts, Terminated, ctrl_c
 from raypool.worker.running import (
     PLAIN,
     Say,
@@ -171,7 +171,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
 
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda call: finished(fn(*call[0], **call[1]))
+    return lambda call: fn(*call[0], **call[1])
 
 
 def _numbers(part: Part) -> Sequence[int]:
@@ -260,7 +260,7 @@ def _run_items(
         if seed is not None:
             seed_everything(item_seed(seed, index), own)
         try:
-            value = finished(fn(item))
+            value = _call(fn, item)
             values.append(value if keeper is None or type(value) in PLAIN else keeper.keep(value))
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:
@@ -285,6 +285,13 @@ def _run_items(
     if note.has_heard and not note.should_stop:
         # it may have ended early because its machine is about to go: not at the user's wish
         result.take_back_last()
+
+
+@ctrl_c.enters
+def _call(fn: Callable[[Any], Any], item: Any) -> Any:
+    __tracebackhide__ = True
+    value = fn(item)
+    return _run(value) if type(value) is CoroutineType else value
 
 
 def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_call: bool) -> None:
@@ -329,6 +336,7 @@ def as_error(error: BaseException) -> BaseException:
     return failed
 
 
+@ctrl_c.enters
 def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
     """Call functions that a worker begins with (or ends with)."""
     token = running.set(TaskContext(0, 1, None, worker.index, worker.gpu, "setup"))
@@ -786,7 +794,7 @@ def _run_here(
         else:
             loop.default_exception_handler(context)
 
-    with asyncio.Runner() as runner:
+    with ctrl_c.left_alone(), asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(heed)
         try:
             return runner.run(main())

@@ -4,10 +4,12 @@ workers run it. In a task, a cancellation of the task does the same.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import queue
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 import raypool
-from raypool import ParallelPool, parpool
+from raypool import ParallelPool, PoolBrokenError, parpool
 from raypool.interop.multiprocessing import Pool
 
 INTERRUPTED = 2
@@ -151,6 +153,77 @@ def test_a_hundred_times_is_no_harm(pool: ParallelPool) -> None:
         with pytest.raises(KeyboardInterrupt):
             pool.parfor(Work(), range(4))
     assert pool.parfor(abs, range(4)) == list(range(4))
+
+
+# from a finalizer of the standard library's, Python only reports it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_it_comes_the_pool_still_works(pool: ParallelPool) -> None:
+    """It comes once at each line at which Python looks for signals: after a call, or within one."""
+    seen: set[tuple[Any, ...]] = set()
+    is_pressed = True
+
+    def press(frame: Any, event: str, arg: Any) -> None:
+        nonlocal is_pressed
+        line = frame.f_code, frame.f_lineno, event
+        if not is_pressed and event in ("call", "c_return") and line not in seen:
+            seen.add(line)
+            is_pressed = True
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt() -> None:
+        sys.setprofile(press)
+        try:
+            pool.parfor(abs, [-1, -2], chunk_size=1)
+        finally:
+            sys.setprofile(None)
+
+    while is_pressed:
+        is_pressed = False
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt()
+        assert pool.submit(abs, -1).result(300) == 1
+    assert len(seen) > 100
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_a_setup_it_ends_the_pool() -> None:
+    presses = iter([abs, signal.raise_signal])
+    pool = parpool(1, profile="inline", quiet=True, setup=lambda: next(presses)(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pool.resize(2)
+    with pytest.raises(PoolBrokenError, match="Ctrl-C has ended the pool"):
+        pool.submit(abs, -1)
+
+
+def test_only_the_second_one_arrives_in_a_callback(pool: ParallelPool) -> None:
+    presses = []
+
+    def press(*_: object) -> None:
+        for number in range(3):
+            presses.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    future = pool.parfeval(raypool.report, loss=0.5)
+    with pytest.raises(KeyboardInterrupt):
+        future.add_report_callback(press)
+    assert presses == [0, 1]
+    assert pool.submit(abs, -1).result(300) == 1
+
+
+def test_it_cancels_a_coroutine_as_asyncio_does(pool: ParallelPool) -> None:
+    ends: list[type[BaseException]] = []
+
+    async def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(300)
+        except BaseException as error:
+            ends.append(type(error))
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.parfeval(work).result(300)
+    assert ends == [asyncio.CancelledError]
 
 
 MAPS = {
