@@ -7,6 +7,7 @@ interpreter exits or forks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -17,7 +18,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raypool.backends.base import Backend, Post
@@ -140,6 +141,7 @@ class Engine:
         self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
         self._lock = threading.Lock()  # of the functions: any thread submits
+        self._size_lock = threading.Lock()
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
@@ -317,9 +319,8 @@ class Engine:
             ResourceError: There are fewer.
             StartupError: One did not start.
         """
-        with self.backend.sizing():
-            self.driver.barrier()  # the size counts what was asked for before
-            more = num_workers - self.driver.scheduler.workers.size
+        with self._sizing() as size:
+            more = num_workers - size
             if more > 0:
                 self.add_workers(more, more)
             elif more < 0:
@@ -333,11 +334,18 @@ class Engine:
             ResourceError: There is no room for a single one more.
             StartupError: None of them came up.
         """
-        with self.backend.sizing():
-            self.driver.barrier()  # the size counts what was asked for before
-            more = most - self.driver.scheduler.workers.size
-            if more > 0:
+        with self._sizing() as size:
+            if (more := most - size) > 0:
                 self.add_workers(1 if self.profile.backend == "ray" else more, more)
+
+    @contextlib.contextmanager
+    def _sizing(self) -> Iterator[int]:
+        """Give the size of the pool, which no other thread changes meanwhile."""
+        # the driver's thread must not wait for one that waits for it
+        lock = contextlib.nullcontext() if self.driver.is_own_thread else self._size_lock
+        with lock, self.backend.sizing():
+            self.driver.barrier()  # the size counts what was asked for before
+            yield self.driver.scheduler.workers.size
 
     @property
     def is_over(self) -> bool:

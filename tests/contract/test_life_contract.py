@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -206,6 +207,24 @@ def test_a_teardown_that_hangs_is_given_up(
     assert "worker 0" in caplog.text
     assert "did not end within 0.5 s" in caplog.text
     gate.open()
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.threads
+def test_resizing_in_two_threads_at_once_does_not_add_up(make_pool: Any) -> None:
+    at_once = threading.Barrier(2)
+
+    def resize(pool: ParallelPool) -> None:
+        at_once.wait()
+        pool.resize(3)
+
+    with make_pool(1) as pool, ThreadPoolExecutor(2) as threads:
+        for _ in range(50):
+            list(threads.map(resize, [pool, pool]))
+            assert pool.num_workers == 3
+            pool.resize(1)
 
 
 # --- nothing to do --------------------------------------------------------------------------------
