@@ -1799,16 +1799,22 @@ def gcp(create: bool = True) -> ParallelPool | None:
         )
     if in_task():
         return _serial_pool()
+    if (pool := _newest()) is not None or not create:
+        return pool
+    with _making_lock:
+        if (pool := _newest()) is None:
+            global _made_here
+            pool = _made_here = parpool()  # keeps the pool alive: nobody else holds it
+        return pool
+
+
+def _newest() -> ParallelPool | None:
     with _current_lock:
-        for reference in reversed(_opened):  # the last one first
+        for reference in reversed(_opened):
             pool = reference()
             if pool is not None and not pool.is_closed:
                 return pool
-    if not create:
-        return None
-    global _made_here
-    _made_here = parpool()  # keeps the pool alive: nobody else holds it
-    return _made_here
+    return None
 
 
 def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[..., Any]], Verb]:
@@ -1894,6 +1900,7 @@ def classify(*args: Any, **kwargs: Any) -> Any:
 _made_here: ParallelPool | None = None
 _opened: list[weakref.ref[ParallelPool]] = []
 _current_lock = threading.Lock()  # several threads may open pools
+_making_lock = threading.RLock()  # several may be the first to need one
 
 
 def _serial_pool() -> ParallelPool:

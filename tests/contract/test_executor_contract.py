@@ -11,7 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -632,6 +633,20 @@ def test_the_current_pool() -> None:
             assert gcp(create=False) is second
         assert gcp() is first
     assert gcp(create=False) not in (first, second)
+
+
+def test_threads_that_need_the_first_pool_at_once_get_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raypool.toml").write_text('default = "threads"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raypool.pool._opened", [])
+    at_once = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        pools = list(threads.map(lambda _: at_once.wait() < 4 and gcp(), range(4)))
+    for pool in pools:
+        pool.shutdown()
+    assert len(set(pools)) == 1
 
 
 @pytest.mark.arguments
