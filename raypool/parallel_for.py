@@ -704,13 +704,17 @@ class LoopRun:
     def results(self) -> Results[Any]:
         """Join the results that have arrived so far."""
         work = self._work
-        items, values, errors = work.items, [None] * len(work.items), dict(work.errors)
+        items, values = work.items, [None] * len(work.items)
+        # Copies: after a Ctrl-C the driver may still add to them. It adds the error of an item
+        # before its segment, so errors are copied last, or a failed item would count as finished.
+        errors: dict[int, BaseException] = {}
         # made only when somebody looks: for short items the rows cost more than the items do
         if self._fold is not None:
             rows = self._fold.rows(errors)
+            errors |= work.errors
         else:
-            # copies: after a Ctrl-C the driver may still add to them
             segments, lost = list(work.segments), list(work.lost)
+            errors |= work.errors
             self._fill(values, segments, errors)
             rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(

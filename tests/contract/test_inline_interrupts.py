@@ -10,6 +10,7 @@ import itertools
 import queue
 import signal
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 
 import raypool
 from raypool import ParallelPool, PoolBrokenError, parpool
+from raypool.channel.records import NOBODY, Failure, LocalValues, SliceResult
+from raypool.engine.loop import LoopWork
 from raypool.interop.multiprocessing import Pool
 
 INTERRUPTED = 2
@@ -85,6 +88,36 @@ def test_what_had_failed_before_it_is_there_too(pool: ParallelPool) -> None:
         pool.parfor(begin, range(4), on_error="collect", chunk_size=1)
     assert caught.value.results[0] == 0
     assert type(caught.value.results.errors[1]) is ValueError
+
+
+def test_an_item_that_fails_while_the_results_are_made_is_not_finished(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may where the driver has a thread: here, the driver's part is done within a copy."""
+    late, works, begin = ValueError("late"), [], LoopWork.__init__
+
+    class Segments(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            if len(self) == 1:
+                failures = {1: Failure(late, None)}
+                result = SliceResult(1, 1, LocalValues([None]), 0, failures, array("d", [0.1]), 1.0)
+                works[0].settle(self[0].items._replace(start=1, stop=2), result, NOBODY)
+            return super().__iter__()
+
+    def watch(work: Any, *args: Any) -> None:
+        begin(work, *args)
+        work.segments = Segments()
+        works.append(work)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoopWork, "__init__", watch)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(interrupt, range(2), chunk_size=1)
+    results = caught.value.results
+    assert results.errors[1] is late
+    assert list(results.to_frame()["status"]) == ["failed", "failed"]
 
 
 @pytest.mark.parametrize("how", HOWS[::3])
