@@ -670,13 +670,15 @@ class LossRecord:
             for piece in turn.fallen
         ):
             return explanations.lost(turn.worker, what, items.attempt, reason, self.words)
-        # a rank that was interrupted, or what came back
-        if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:
-            words = self.leaving.get(
-                turn.worker.index, "the machine of another rank is about to shut down"
-            )
-            return explanations.lost(turn.worker, what, items.attempt, reason, words)
         words = self.words if isinstance(turn.event, LOSSES) else "the pool was made smaller"
+        if isinstance(turn.event, ANSWERS):
+            # a rank that was interrupted, or what came back
+            if reason is LossReason.PREEMPTED:
+                words = self.leaving.get(
+                    turn.worker.index, "the machine of another rank is about to shut down"
+                )
+                return explanations.lost(turn.worker, what, items.attempt, reason, words)
+            words = "a call with fresh_process=True has replaced the process of that worker"
         return explanations.stranded(
             what,
             items.attempt,

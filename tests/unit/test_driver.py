@@ -14,10 +14,20 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from raypool import Future, ParallelPool, PoolBrokenError, PoolPreemptedError, Results, wait
+from raypool import (
+    Future,
+    ParallelPool,
+    PoolBrokenError,
+    PoolPreemptedError,
+    Results,
+    WorkerLostError,
+    wait,
+)
 from raypool.core import messages as m
 from raypool.core.messages import Signal
+from raypool.engine.engine import submit_call
 from raypool.errors import LossReason
+from raypool.options import Options, Where
 from raypool.testing import FaultPlan, sim_pool
 from tests.unit.scripted import Call, News, Workers, done, scripted
 
@@ -369,6 +379,20 @@ def test_what_waited_when_its_worker_died_is_an_attempt_only_if_it_is_charged(
     frame = results.attempts[results.attempts["status"] == "lost"]
     assert frame.loc[frame["started_at"].isna(), "item"].tolist() == without_time
     assert frame["worker"].tolist() == [0] * len(lost)
+
+
+def test_a_call_bound_to_a_process_that_a_fresh_one_replaces_is_told_so() -> None:
+    pool, workers = scripted(1)
+    bound: list[Future[int]] = []
+
+    def script(call: Call) -> Iterator[News]:
+        yield 0.5, None, lambda: bound.append(pool.options(worker=0).parfeval(train, 1))
+        yield call.finished(after_s=1.0)
+
+    workers.script = script
+    submit_call(pool._engine, train, (0,), {}, Options(), Where(is_fresh=True)).result(300)
+    with pytest.raises(WorkerLostError, match="a call with fresh_process=True has replaced the"):
+        bound[0].result(300)
 
 
 # --- its own end ----------------------------------------------------------------------------------
