@@ -744,7 +744,7 @@ class Returns:
         for piece, known, number in sent:
             # of a call that was narrowed, it is about all
             result = known or results[number].within(piece.start, piece.stop)
-            reports.append(self._report(piece, result, turn))
+            reports.append(self._report(piece, event.attempt_id, result, turn))
         return event._replace(reports=tuple(reports))
 
     def take_part(
@@ -763,7 +763,7 @@ class Returns:
         for piece, known, number in before.sent:
             result = results[number] if known is None else known
             kept.append(event.kept[number] if known is None else 0)
-            reports.append(self._report(piece, result, turn))
+            reports.append(self._report(piece, event.attempt_id, result, turn))
             if kept[-1]:
                 start = piece.start + result.done
                 rest = piece._replace(start=start, stop=start + kept[-1])
@@ -777,7 +777,7 @@ class Returns:
                     self._works[piece.task_id].begin(rest, turn.worker, call)
         return event._replace(reports=tuple(reports), kept=tuple(kept))
 
-    def _report(self, piece: Slice, result: SliceResult, turn: Turn) -> Report:
+    def _report(self, piece: Slice, attempt_id: int, result: SliceResult, turn: Turn) -> Report:
         turn.results.setdefault(piece.task_id, []).append((piece, result))
         work = self._works.get(piece.task_id)
         report = Report(
@@ -788,10 +788,11 @@ class Returns:
             if result.is_interrupted and not isinstance(work, GangWork):
                 self._cancel(piece.task_id)
             report = report._replace(retry=result.to_retry(work.wants_retry))
-            again = report.repeated(report.retry)
-            turn.missed += [
-                (piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again
-            ]
+            if is_awaited(piece, attempt_id, self._scheduler):  # else it was settled before
+                again = report.repeated(report.retry)
+                turn.missed += [
+                    (piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again
+                ]
         return report
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -319,15 +319,22 @@ def test_what_has_timed_out_is_not_cancelled_too() -> None:
 
 
 def test_what_has_timed_out_is_not_lost_too() -> None:
-    """Its worker does not stop, and is killed for that."""
+    """Its worker does not stop, and is killed for that; or it fails late, and would run again."""
     pool, workers = scripted(1)
+    late: list[Callable[[Call], News]] = [
+        lambda call: call.lost(LossReason.STOPPED, after_s=5),
+        lambda call: call.finished(done(call.parts[0], errors={0: KeyError()}), after_s=5),
+    ]
 
-    def script(call: Call) -> Iterator[News]:
-        yield call.lost(LossReason.STOPPED, after_s=5) if call.items == [0] else call.finished()
+    for end in late:
 
-    workers.script = script
-    results = pool.options(timeout_s=2.0).parfor(train, range(2), on_error="collect")
-    assert results.attempts["status"].tolist() == ["failed", "finished"]
+        def script(call: Call, end: Callable[[Call], News] = end) -> Iterator[News]:
+            yield end(call) if call.items == [0] else call.finished()
+
+        workers.script = script
+        view = pool.options(timeout_s=2.0, retry_on=KeyError)
+        results = view.parfor(train, range(2), on_error="collect")
+        assert results.attempts["status"].tolist() == ["failed", "finished"]
 
 
 def test_an_item_that_runs_again_has_the_time_of_the_call_that_it_failed_in() -> None:
