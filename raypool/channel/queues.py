@@ -772,9 +772,8 @@ def _hear(way: WorkerLink) -> None:
                 if proxy is not None:
                     proxy.is_closed = True
             number = way.flush()
-        except (
-            Exception
-        ):  # the exchange was lost, and the next `put` joins another; or the pool ends
+        except Exception:
+            # the exchange was lost, and the next `put` joins another; or the pool ends
             if _heard is way:
                 _heard = None  # before `_joined`, which `put` looks at first
             for proxy in list(proxies_by_key.values()):
