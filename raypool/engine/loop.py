@@ -141,7 +141,7 @@ class LoopWork:
         self.segments: list[Segment] | Tail[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
-        # raised in an item, inline; it means the loop
+        # what an inline item raised to end the whole loop: Ctrl-C, or a cancellation around it
         self.interrupt: BaseException | None = None
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []

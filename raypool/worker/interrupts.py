@@ -523,7 +523,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Whether one was held back that means the caller, who raises it."""
+        """Return whether Ctrl-C was held back for the caller, which then raises it."""
         if not self.is_due or threading.current_thread() is not threading.main_thread():
             return False
         self.is_due = False

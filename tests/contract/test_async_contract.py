@@ -79,7 +79,7 @@ def test_there_too_it_can_be_stopped(how: str, eventually: Any) -> None:
 
     error = KeyboardInterrupt if how == "Ctrl-C" else TaskTimeoutError
     with asyncio.Runner() as runner, pytest.raises(error):
-        # not `runner.run`: it has a handler of its own for Ctrl-C, as no notebook has
+        # not `runner.run`, which handles Ctrl-C itself; the loop of a notebook does not
         runner.get_loop().run_until_complete(main())
     # Ctrl-C may come while the coroutine's thread is being started: then nobody waits for that
     assert eventually(lambda: did == ["tidied up"])

@@ -266,7 +266,7 @@ def test_a_gpu_that_does_not_exist_is_an_error() -> None:
 
 
 def test_no_cuda_context_is_made(run_python: Any) -> None:
-    """In a process of its own: other tests use the GPU."""
+    """The test has its own process, since other tests use the GPU."""
     run_python("""
         import torch
         from raypool import as_device, copy_to, cpu, gpu

@@ -959,8 +959,8 @@ def _look(address: int, length: int) -> FileRange | None:
         if is_here and "s" in access and file.name.startswith("plasma"):
             major, minor = (int(number, 16) for number in device.split(":"))
             descriptor = _open(os.makedev(major, minor), int(inode))
-            # a full store puts each object into a file of its own on disk, which is unmapped with
-            # the object: the next one may get the same address
+            # A full store puts each object into its own file on disk. The file is unmapped with
+            # the object, and the next one may get the same address.
             lasts = file.parent == Path("/dev/shm")
             if lasts or descriptor >= 0:
                 return FileRange(start, stop, int(offset, 16), descriptor, lasts)

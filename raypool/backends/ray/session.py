@@ -56,7 +56,7 @@ LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
 RAYS_THREAD = b"worker.io"
 
 TRIES = 20
-"""How often to try, 10 ms apart, what other threads and processes may thwart meanwhile."""
+"""How often to try, 10 ms apart, what other threads and processes may disturb."""
 
 CLIENT_TRIES = 3
 """How often connecting to Ray Client is tried."""
