@@ -23,7 +23,7 @@ from raypool.errors import InvalidTypeError, checked_count, optional_count
 from raypool.futures import Future, cancel_each
 from raypool.options import check_callable
 from raypool.pool import PoolView, gcp
-from raypool.search.storage import stoppable
+from raypool.search.study import stoppable
 from raypool.task import current_task
 
 Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]

@@ -27,18 +27,10 @@ from raypool.errors import (
     TrainingError,
     checked_count,
 )
-from raypool.journal.trials import WORKERS
 from raypool.results import Results
-from raypool.search.run import (
-    POOL_ENDED,
-    Search,
-    SearchOptions,
-    SearchResults,
-    Trial,
-    TrialEndedError,
-    epochs_of,
-    run_search,
-)
+from raypool.search.parts import TrialEndedError, epochs_of
+from raypool.search.run import POOL_ENDED, Search, SearchOptions, SearchResults, run_search
+from raypool.search.study import Trial
 from raypool.spmd.call import SpmdFuture
 from raypool.train.runs import RunOptions, TrainingRun
 from raypool.train.verbs import check_loop, check_names_in, train
@@ -134,8 +126,7 @@ class GangSearch(Search):
     ) -> None:
         super().__init__(*given)
         self._view, self._size = view, size
-        if self._work.run_dir is not None and self._options.study is None:
-            self._study.set_user_attr(WORKERS, size)  # for `raypool replay`
+        self._study.note_workers(size)
         self._loop = functools.partial(train_part, fn, self._metric)
         self._temporary = Path()
         self._trainings: dict[int, TrainingRun] = {}  # by part

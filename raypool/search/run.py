@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import math
-import numbers
 import time
-from bisect import bisect, bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -38,9 +34,9 @@ from raypool.errors import (
     checked_count,
     optional_count,
 )
-from raypool.journal.trials import METRIC, NAME, OWNER, PARENT, RUNG, STATES, STUDY, Trials
+from raypool.journal.trials import RUNG, Trials
 from raypool.loggers import SweepLogger, check_loggers
-from raypool.options import check_callable, check_name, check_seconds
+from raypool.options import Options, check_callable, check_name, check_seconds
 from raypool.parallel_for import (
     TICK_S,
     EndNotice,
@@ -55,12 +51,23 @@ from raypool.parallel_for import (
     raise_if_failed,
     watched,
 )
-from raypool.results import Results, Row, best_first
-from raypool.search import STORABLE, Halving, Population, Until, check_choices
+from raypool.results import Results, best_first
+from raypool.search import Halving, Population, Until
+from raypool.search.parts import TrialPart, epochs_of, run_part
+from raypool.search.resume import has_gone_on, has_paused, place, replay
 from raypool.search.rungs import Members, Rungs
-from raypool.search.storage import check_space, patient, stoppable, undoing
+from raypool.search.space import Space, check_space
+from raypool.search.study import (
+    Trial,
+    TrialStudy,
+    check_direction,
+    open_study,
+    patient,
+    quiet_optuna,
+    stoppable,
+)
 from raypool.worker.folders import checkpoint_time, copy_checkpoint, remove_checkpoint
-from raypool.worker.running import TaskContext, item_seed, note_here
+from raypool.worker.running import item_seed, note_here
 
 if TYPE_CHECKING:
     import optuna
@@ -86,92 +93,6 @@ POOL_ENDED = (PoolBrokenError, PoolClosedError)
 KEPT = "-kept"
 """After the name of a checkpoint: its copy, from which others continue while its trial runs."""
 
-CHANGE = 0.2
-"""By this part a population changes numbers, up or down."""
-
-NEW_CHOICE = 0.25
-"""The probability with which a population draws a choice again."""
-
-
-# --- in the worker --------------------------------------------------------------------------------
-
-
-class TrialEndedError(BaseException):
-    """Raised in `report` if the function of a trial continues after it was asked to stop."""
-
-
-class TrialPart(NamedTuple):
-    """What a worker gets of a trial: it trains for `until` epochs, of which some came before.
-
-    `num_reports` and `num_epochs` are known of those. `is_again`: whether the part began before,
-    and may have come to its end.
-    """
-
-    config: dict[str, Any]
-    until: float
-    num_reports: int
-    num_epochs: int
-    is_again: bool
-
-
-def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> Any:
-    """Run a trial until it has trained for this many epochs; return its function's value."""
-    num_reports = part.num_reports
-    note = note_here()
-    assert note is not None
-    say = note.say
-
-    def count(note: TaskContext, kind: str, payload: Any) -> bool | None:
-        nonlocal num_reports
-        if kind == "metrics" and metric in payload[1]:
-            if note.should_stop and not note.is_leaving:
-                raise TrialEndedError
-            if part.is_again and epochs_of(payload[1], 0) > part.until:
-                # it was interrupted between its last epoch and its pause: it pauses now, with the
-                # checkpoint of that epoch, whose report may be lost
-                if part.num_epochs < part.until:
-                    say(note, kind, (payload[0], {**payload[1], "epoch": part.until - 1}))
-                raise TrialEndedError
-            num_reports += 1
-            if epochs_of(payload[1], num_reports) >= part.until:
-                note.should_stop = True
-        return say(note, kind, payload)
-
-    note.say = count
-    value = None
-    try:
-        with contextlib.suppress(TrialEndedError):
-            value = fn(part.config)
-    finally:
-        if not inspect.iscoroutine(value):
-            note.say = say
-    if not inspect.iscoroutine(value):
-        return value
-
-    async def wait() -> Any:  # the worker runs it, in its own event loop
-        try:
-            with contextlib.suppress(TrialEndedError):
-                return await value
-        finally:
-            note.say = say
-
-    return wait()
-
-
-def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
-    """Return how many epochs a trial has behind it: by its `epoch`, else by its reports."""
-    epoch = metrics.get("epoch")
-    is_number = isinstance(epoch, (int, float)) and math.isfinite(epoch)
-    return int(epoch) + 1 if is_number else num_reports  # type: ignore[arg-type]
-
-
-def score_of(value: Any) -> float | None:
-    """Return a value as a score; None: it is not a number."""
-    try:
-        return float(value) if isinstance(value, numbers.Real) else None
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
 
 # --- what a search returns ------------------------------------------------------------------------
 
@@ -186,37 +107,6 @@ class BestTrial(NamedTuple):
     config: dict[str, Any]
     score: float
     value: Any
-
-
-@dataclass(slots=True)
-class Trial:
-    """A trial: its place in the study, and how far it has come.
-
-    `index`: the number of its item; `number`: its number in the study. `part`: the position of its
-    newest part in the loop's order. `until`: the epochs at which that part ends. `is_again`:
-    whether that part began in an earlier call, and left a checkpoint. `state`: "running", "waiting"
-    at a rung, "complete", "pruned", "failed", or "unfinished" if a watcher cancelled it.
-    `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an earlier call.
-    `lineage`: the trials that it took over from and replaced, and the rung of the checkpoint; empty
-    for one that began by itself.
-    """
-
-    index: int
-    number: int
-    handle: optuna.trial.Trial | None  # dropped when it is told: it takes more memory than the rest
-    config: dict[str, Any]
-    state: str = "running"
-    score: float | None = None
-    epochs: int = 0
-    noted_epochs: int = 0
-    num_reports: int = 0
-    rung: int = 0
-    until: float = math.inf
-    part: int | None = None
-    is_again: bool = False
-    stopped_by: str = ""
-    at_rungs: list[float] = field(default_factory=list)
-    lineage: Sequence[int] = ()
 
 
 class SearchResults:
@@ -315,6 +205,13 @@ class SearchOptions(NamedTuple):
         """The name of the score in tables."""
         return self.metric or "score"
 
+    @property
+    def pruner(self) -> optuna.pruners.BasePruner | None:
+        """Optuna's pruner that stops trials; None: something else does, or nothing."""
+        import optuna
+
+        return self.stop if isinstance(self.stop, optuna.pruners.BasePruner) else None
+
     def checked(self) -> SearchOptions:
         """Return them with plain counts.
 
@@ -375,32 +272,20 @@ def run_search(
             f"{type(wanted.stop).__name__.lower()}() needs run_dir: trials that wait without a"
             " worker leave their checkpoints there."
         )
-    part = functools.partial(run_part, fn, wanted.metric)
-    part.__wrapped__ = fn  # type: ignore[attr-defined]  # what setups have set is for this one
-    function = engine.function(part)
-    function.name = function_name(fn)
-    if wanted.seed is None:
-        engine.warn_of_generators(fn)
-    label = wanted.name or options.name or function.name
-    home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
-    how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
-    spec = options.spec(function.fn_id, target._where(), fail_fast=False)
+    work = search_work(engine, options, fn, wanted)
+    spec = options.spec(work.function.fn_id, target._where(), fail_fast=False)
     if wanted.stop is not None:
         spec = spec._replace(chunk_size=1)
-    work = (
-        LoopWork(function, (), how)
-        if wanted.run_dir is None
-        else durable_loop(fn, function, how, wanted.run_dir, "missing")
-    )
-    del function  # the traceback of an error would keep it in workers
     engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(wanted.on_end, work) as notice:
         with (
             contextlib.closing(work),
-            watched(wanted.progress, label, engine) as display,
+            watched(wanted.progress, work.label, engine) as display,
             logged(wanted.loggers, work) as log,
         ):
-            study = wanted.study or open_study(wanted, work)
+            study = wanted.study or open_study(
+                work.run_dir, wanted.mode, wanted.score_name, wanted.pruner
+            )
             with patient(study, work.run_dir), stoppable(study):
                 check_direction(study, wanted.mode)
                 if work.run_dir is not None:
@@ -418,139 +303,73 @@ def run_search(
     return results()
 
 
-class Space(NamedTuple):
-    """A search space: distributions of Optuna's, and values that are the same in all trials."""
-
-    distributions: dict[str, Any]
-    constants: dict[str, Any]
-
-    @classmethod
-    def of(cls, space: Any, metric: str | None) -> Space:
-        """Check a space of the user's.
-
-        Raises:
-            InvalidTypeError, InvalidValueError: It is none.
-        """
-        import optuna
-
-        if not isinstance(space, Mapping):
-            raise InvalidTypeError(
-                f"space={space!r} must be a dict of names and ranges, such as"
-                ' {"lr": search.log_uniform(1e-5, 1e-1)}.'
-            )
-        made = cls({}, {})
-        for name, value in space.items():
-            if not isinstance(name, str):
-                raise InvalidTypeError(f"The name {name!r} in space= must be a string.")
-            if name == metric:
-                raise InvalidValueError(f"{name!r} is both the metric and a name in space=.")
-            if isinstance(value, optuna.distributions.BaseDistribution):
-                made.distributions[name] = value
-                check_choices(getattr(value, "choices", ()))
-            elif isinstance(value, STORABLE):
-                made.constants[name] = value
-            else:
-                raise InvalidTypeError(
-                    f"space[{name!r}] is {value!r}. Use search.choice(...) for a choice of values,"
-                    " search.uniform(low, high) for a range, or a plain value for all trials."
-                )
-        if not made.distributions:
-            raise InvalidValueError("space= has nothing to search: all values in it are fixed.")
-        return made
-
-    def config(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of a trial."""
-        return {**params, **self.constants}
-
-    def perturbed(self, params: dict[str, Any], perturb: Any, random: Random) -> dict[str, Any]:
-        """Return new values for these: from the user's function, else by `changed`.
-
-        Raises:
-            InvalidValueError: The user's function returned something else.
-        """
-        known = self.distributions
-        if perturb is not None:
-            new = perturb(dict(params), random)
-        else:
-            new = {name: changed(params[name], each, random) for name, each in known.items()}
-        if not isinstance(new, Mapping) or new.keys() != known.keys():
-            raise InvalidValueError(
-                f"perturb= returned {new!r}. Return a dict with {', '.join(params)}."
-            )
-        return {name: fitted(name, new[name], each) for name, each in known.items()}
+# --- checkpoints of a population ------------------------------------------------------------------
 
 
-def changed(value: Any, distribution: Any, random: Random) -> Any:
-    """Return a value near this one, perhaps beyond the range."""
-    if hasattr(distribution, "choices"):
-        return random.choice(distribution.choices) if random.random() < NEW_CHOICE else value
-    change = value * random.choice((-CHANGE, CHANGE))
-    # by a step at least: small integers would stay what they are
-    return value + math.copysign(max(abs(change), distribution.step or 0), change)
+class CheckpointCopies:
+    """Copies of checkpoints, made in another thread; trials are held until theirs is there."""
+
+    def __init__(self, is_inline: bool, wake: Callable[[], None]) -> None:
+        self._is_inline, self._wake = is_inline, wake
+        # one thread: a copy of a copy comes after it
+        self._thread = ThreadPoolExecutor(1, "raypool-copies")
+        self._newest: dict[int, Future[None]] = {}  # from or to the checkpoint of a trial
+        self._held: list[tuple[Future[None], Trial]] = []
+
+    @property
+    def num_held(self) -> int:
+        """How many trials are held."""
+        return len(self._held)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a held trial may begin."""
+        return any(copied.done() for copied, _ in self._held)
+
+    def make(self, copy: Callable[[], None], *trials: int) -> None:
+        """Make a copy, which these trials wait for."""
+        if self._is_inline:
+            copy()
+            return
+        copied = self._thread.submit(copy)
+        self._newest |= dict.fromkeys(trials, copied)
+        copied.add_done_callback(lambda _: self._wake())
+
+    def hold(self, trial: Trial) -> bool:
+        """Hold a trial that is about to begin, if it has to wait; return whether it has."""
+        if (copied := self._newest.pop(trial.index, None)) is None:
+            return False
+        self._held.append((copied, trial))
+        return True
+
+    def take_ready(self) -> Iterator[Trial]:
+        """Find the held trials that may begin; raise the error of a copy that failed."""
+        for copied, trial in [held for held in self._held if held[0].done()]:
+            self._held.remove((copied, trial))
+            copied.result()
+            yield trial
+
+    def close(self) -> None:
+        """Make no further copies."""
+        self._thread.shutdown(cancel_futures=True)
 
 
-def fitted(name: str, value: Any, distribution: Any) -> Any:
-    """Return the value of a distribution that is closest to this one.
-
-    Raises:
-        InvalidValueError: There is none.
-    """
-    if hasattr(distribution, "choices"):
-        if value in distribution.choices:
-            return value
-    elif isinstance(value, numbers.Real) and not math.isnan(value):
-        low, high, step = distribution.low, distribution.high, distribution.step
-        value = min(max(value, low), high)
-        return float(value) if step is None else min(low + round((value - low) / step) * step, high)
-    raise InvalidValueError(f"perturb= returned {name}={value!r}, which is not in {distribution}.")
-
-
-def open_study(wanted: SearchOptions, work: LoopWork) -> optuna.Study:
-    """Return a new study in memory, or that of the run's folder."""
-    import optuna
-
-    storage = None
-    if work.run_dir is not None:
-        from optuna.storages.journal import JournalFileBackend, JournalStorage
-
-        # left by a driver that was killed while it wrote; Optuna would wait 30 s for it
-        (work.run_dir / f"{STUDY}.lock").unlink(missing_ok=True)
-        storage = JournalStorage(JournalFileBackend(str(work.run_dir / STUDY)))
-    with quiet_optuna():
-        study = optuna.create_study(
-            storage=storage,
-            study_name=NAME,
-            pruner=wanted.stop if isinstance(wanted.stop, optuna.pruners.BasePruner) else None,
-            direction="maximize" if wanted.mode == "max" else "minimize",
-            load_if_exists=True,
-        )
-        if study.user_attrs.get(METRIC) != wanted.score_name:  # for reports
-            study.set_user_attr(METRIC, wanted.score_name)
-    return study
-
-
-def quiet_optuna() -> contextlib.ExitStack:
-    """Let Optuna not announce each study and trial: raypool shows them."""
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
-    return undoing(optuna.logging.set_verbosity, before)
-
-
-def check_direction(study: optuna.Study, mode: str) -> None:
-    """Make sure that a study has the wanted direction.
-
-    Raises:
-        InvalidValueError: It has the opposite one, or several.
-    """
-    wanted = "MAXIMIZE" if mode == "max" else "MINIMIZE"
-    found = [direction.name for direction in study.directions]
-    if found != [wanted]:
-        raise InvalidValueError(
-            f"mode={mode!r} does not fit the study {study.study_name!r}, whose direction is"
-            f" {' and '.join(found).lower()}."
-        )
+def search_work(
+    engine: Engine, options: Options, fn: Callable[[Any], Any], wanted: SearchOptions
+) -> LoopWork:
+    """Return the loop of a search, without items."""
+    part = functools.partial(run_part, fn, wanted.metric)
+    part.__wrapped__ = fn  # type: ignore[attr-defined]  # what setups have set is for this one
+    function = engine.function(part)
+    function.name = function_name(fn)
+    if wanted.seed is None:
+        engine.warn_of_generators(fn)
+    label = wanted.name or options.name or function.name
+    home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
+    how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
+    if wanted.run_dir is None:
+        return LoopWork(function, (), how)
+    return durable_loop(fn, function, how, wanted.run_dir, "missing")
 
 
 # --- one search -----------------------------------------------------------------------------------
@@ -568,71 +387,53 @@ class Search(LoopRun):
         study: optuna.Study,
         space: Space,
     ) -> None:
+        from optuna.samplers import RandomSampler, TPESampler
+
         super().__init__(engine, work, watchers, self._judge)
-        self.trials: list[Trial] = []  # by the number of their item
-        self._options, self._study, self._space = options, study, space
+        self._study = TrialStudy(
+            study,
+            space,
+            options.metric,
+            options.mode,
+            run_dir=work.run_dir,
+            is_shared=options.study is not None,
+        )
+        self.trials = self._study.trials
+        self._options, self._space = options, space
         self._metric, self._stop = options.metric, options.stop
-        self._sign = 1.0 if options.mode == "max" else -1.0
         self._rungs: Rungs | Members | None = None
         self._members: Members | None = None
         if isinstance(self._stop, Halving):
             self._rungs = Rungs(self._stop.levels, self._stop.factor)
         elif isinstance(self._stop, Population):
             self._rungs = self._members = Members(self._stop.levels, self._stop.size)
+        self._levels = self._rungs.levels if self._rungs is not None else []
         self._task_id = -1
         self._num_parts = self._num_sent = self._num_ended = 0
         self._num_seen = [0, 0, 0]  # segments, losses and cancelled trials of the loop
         self._last_s = math.inf  # how long the last part took
-        self._num_failed = 0
         self._first_error: BaseException | None = None
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
-        # one thread: a copy of a copy comes after it
-        self._copier = ThreadPoolExecutor(1, "raypool-copies")
-        self._copies: dict[int, Future[None]] = {}  # the last one from or to a trial's checkpoint
-        self._held: list[tuple[Future[None], Trial]] = []  # until its copies are made
-        self._waiting: set[int] = set()  # numbers of trials that wait at a rung
+        self._copies = CheckpointCopies(self._is_inline, self._wake)
         self._early: set[int] = set()  # running trials that were promoted early
         self._has_warned = False  # that a trial repeats epochs
-        self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
-        self._owner = str(work.run_dir)
         self._began_at = time.monotonic()
         self.ended_by = ""  # why `stop_when` has ended it
-        self._best, self._num_worse = -math.inf, 0  # the trials since the best one
-        self._leader = False, -math.inf, -1  # whether it is complete, how good, and which trial
         # trials that were asked to stop: when, and in which part
         self._asked: deque[tuple[float, Trial, int | None]] = deque()
         if options.stop_when is not None or options.cancel_grace_s is not None:
             self._tick_s = TICK_S
-        self._num_pruned: Counter[str] = Counter()  # by what has stopped them
         self._rule = "stop_when"
         if self._stop is not None:
             is_function, kind = callable(self._stop), type(self._stop).__name__
             self._rule = (
                 function_name(self._stop) if is_function else kind.removesuffix("Pruner").lower()
             )
-        self._choose_sampler()
+        # with halving most trials never complete, and TPE would learn from the few that do
+        sampler = TPESampler if self._rungs is None else RandomSampler
+        self._study.choose_sampler(options.sampler, sampler, options.seed)
         work.sent_as = self._sent
         work.may_run_again = lambda index: self.trials[index].handle is not None
-
-    def _choose_sampler(self) -> None:
-        """Use the user's sampler, or raypool's choice, seeded for each trial by its number.
-
-        So an interrupted search tries the same configurations as an uninterrupted one, if the
-        sampler does not look at results.
-        """
-        from optuna.samplers import RandomSampler, TPESampler
-
-        seed = self._options.seed
-        # with halving most trials never complete, and TPE would learn from the few that do
-        kind = TPESampler if self._rungs is None else RandomSampler
-        if self._options.sampler is not None:
-            self._study.sampler = self._options.sampler
-        elif self._options.study is not None:
-            pass  # it brings its own
-        elif seed is None:
-            self._study.sampler = kind()
-        else:
-            self._sampler_for = lambda number: kind(seed=item_seed(seed, number) % 2**32)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -641,7 +442,7 @@ class Search(LoopRun):
         try:
             return super().run(items, spec)
         finally:
-            self._copier.shutdown(cancel_futures=True)
+            self._copies.close()
 
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         work, driver = self._work, self._driver
@@ -695,7 +496,7 @@ class Search(LoopRun):
 
     @property
     def _num_running(self) -> int:
-        return self._num_parts + len(self._held) - self._num_ended
+        return self._num_parts + self._copies.num_held - self._num_ended
 
     @property
     def _num_due(self) -> int:
@@ -707,14 +508,16 @@ class Search(LoopRun):
     def _has_news(self) -> bool:
         work = self._work
         num_ended = len(work.segments) + len(work.lost) + len(work.dropped)
-        return num_ended > sum(self._num_seen) or any(copied.done() for copied, _ in self._held)
+        return num_ended > sum(self._num_seen) or self._copies.has_news
 
     def _resume(self) -> None:
         """Take the trials of earlier calls with this folder: told ones count, others continue."""
-        for frozen in self._study.get_trials(deepcopy=False) if self._work.run_dir else ():
-            # a study of the user's has other trials, too
-            if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
-                self._take_known(frozen)
+        for frozen in self._study.earlier():
+            trial = self._join(self._study.restore(frozen))
+            if trial.state == "pruned":
+                trial.stopped_by = self._rule
+            elif trial.state == "failed" and self._members is not None:
+                self._members.leave(trial.index)
         for trial in self.trials:
             self._continue(trial)
 
@@ -725,19 +528,20 @@ class Search(LoopRun):
         kept = self._work.restored.get(trial.index)
         reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
         reported_at = reports[-1].time.timestamp() if reports else -math.inf
-        self._replay(trial, reports)
+        replay(trial, self._study, reports, self._levels)
         if kept is not None and (
-            isinstance(kept.error, POOL_ENDED) or self._has_gone_on(trial, kept.row, reported_at)
+            isinstance(kept.error, POOL_ENDED)
+            or has_gone_on(trial, kept.row, reported_at, self._levels)
         ):
             kept = None
         is_interrupted = trial.state == "running" and kept is None
         if self._rungs is not None:
-            self._place(trial, self._rungs, is_interrupted=is_interrupted)
+            place(trial, self._rungs, is_interrupted=is_interrupted)
         saved_at = None
         if is_interrupted and self._work.home is not None:
             saved_at = checkpoint_time(self._work.home, self._work.checkpoint_name(trial.index))
             trial.is_again = saved_at is not None
-        if saved_at is not None and self._has_paused(trial, saved_at, reported_at):
+        if saved_at is not None and has_paused(trial, saved_at, reported_at, self._levels):
             self._end_part(trial, None, None)
         elif is_interrupted:
             self._interrupted.append(trial)
@@ -748,80 +552,12 @@ class Search(LoopRun):
 
     def _recall(self, trial: Trial, value: Any) -> None:
         """Let a trial that Optuna was told of in an earlier call count."""
+        study = self._study
         if trial.score is None or not math.isfinite(trial.score):
-            trial.score = self._score(value, trial)
+            trial.score = study.score_of_part(value, trial)
         if trial.score is not None:
-            self._note_score(trial.score)
-            self._note_best(trial, trial.score)
-
-    def _has_paused(self, trial: Trial, saved_at: float, reported_at: float) -> bool:
-        """Whether an interrupted trial saved a checkpoint after the last epoch before a rung."""
-        if self._rungs is None or trial.score is None:
-            return False
-        return trial.until == trial.epochs < self._rungs.levels[-1] and saved_at > reported_at
-
-    def _has_gone_on(self, trial: Trial, row: Row, reported_at: float) -> bool:
-        """Whether another part of a trial of an earlier call began after this outcome."""
-        # its reports may be lost: those of a killed process are written a little later
-        is_promoted = trial.rung > 0 and trial.state == "running"
-        if is_promoted and self._rungs and trial.epochs < self._rungs.levels[trial.rung]:
-            return True
-        if row.started_at is None or row.duration_s is None:
-            return False
-        return row.started_at + row.duration_s < reported_at
-
-    def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
-        """Note earlier reports of a trial, and its scores at the rungs that it reached."""
-        levels = self._rungs.levels if self._rungs is not None else []
-        told = trial.score
-        for report in reports:
-            value = self._note_report(report)
-            if value is not None:
-                num_reached = bisect(levels, trial.epochs) - len(trial.at_rungs)
-                trial.at_rungs += [self._good(value)] * num_reached
-        if told is not None:  # a cancelled trial may have reported more after it was told
-            trial.score, trial.epochs = told, trial.noted_epochs
-
-    @staticmethod
-    def _place(trial: Trial, rungs: Rungs | Members, *, is_interrupted: bool) -> None:
-        """Find the rung of a trial of an earlier call, and compare others with it at those below.
-
-        An interrupted part ends at the next rung; it may have been about to end at this one.
-        """
-        levels, epochs = rungs.levels, trial.epochs
-        rung = bisect_left(levels, epochs) if is_interrupted else bisect(levels, epochs) - 1
-        trial.rung = max(trial.rung, min(rung, len(levels) - 1))
-        trial.until = levels[trial.rung]
-        last = trial.at_rungs[-1] if trial.at_rungs else -math.inf
-        trial.at_rungs += [last] * (trial.rung - len(trial.at_rungs))  # whose reports are lost
-        for rung, score in enumerate(trial.at_rungs):
-            if trial.state != "running" or rung < trial.rung:
-                rungs.reach(trial.index, rung, score, is_waiting=False)
-
-    def _take_known(self, frozen: optuna.trial.FrozenTrial) -> Trial:
-        import optuna
-
-        # private, but there is no other way to the handle of a trial
-        handle = optuna.trial.Trial(self._study, frozen._trial_id)
-        params, is_told = frozen.params, frozen.state.is_finished()
-        if not is_told:  # its process may have died in the middle of the suggestions
-            params = {
-                name: handle._suggest(name, each)
-                for name, each in self._space.distributions.items()
-            }
-        trial = self._add(handle, params)
-        trial.noted_epochs = max(frozen.intermediate_values, default=0)
-        trial.lineage = frozen.user_attrs.get(PARENT, ())
-        trial.rung = frozen.user_attrs.get(RUNG, 0)
-        if is_told:
-            trial.state, trial.handle = STATES[frozen.state.name], None
-            if frozen.value is not None and math.isfinite(frozen.value):
-                trial.score = frozen.value
-            if trial.state == "pruned":
-                self._num_pruned[self._rule] += 1
-            elif trial.state == "failed" and self._members is not None:
-                self._members.leave(trial.index)
-        return trial
+            study.compare(trial.score)
+            study.note_leader(trial, trial.score)
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
@@ -836,17 +572,15 @@ class Search(LoopRun):
             if trial.state == "waiting":  # else it is new, and may begin at a higher rung
                 self._leave_rung(trial, promoted[1])
         elif self._num_missing > 0:
-            trial = self._ask()
+            trial = self._join(self._study.ask())
         elif (early := self._promote_early()) is not None:
             trial = early
         else:
             return False
         if self._rungs is not None:
-            trial.until = self._rungs.levels[trial.rung]
-        if (copied := self._copies.pop(trial.index, None)) is None:
+            trial.until = self._levels[trial.rung]
+        if not self._copies.hold(trial):
             self._begin(trial)
-        else:
-            self._held.append((copied, trial))
         return True
 
     def _promote_early(self) -> Trial | None:
@@ -862,7 +596,7 @@ class Search(LoopRun):
 
     def _leave_rung(self, trial: Trial, rung: int) -> None:
         trial.rung, trial.state = rung, "running"
-        self._waiting.discard(trial.number)
+        self._study.waiting.discard(trial.number)
 
     def _end_early_parts(self) -> None:
         """Cancel the trials that were promoted early, once nothing else is left to do."""
@@ -885,21 +619,18 @@ class Search(LoopRun):
         if self._num_parts - self._num_sent >= self._group:
             self._send()
 
-    def _ask(self) -> Trial:
-        """Return a new trial that Optuna suggests."""
-        if self._sampler_for is not None:
-            self._study.sampler = self._sampler_for(len(self.trials))
-        with self._study._storage.showing(self._waiting):  # type: ignore[attr-defined]
-            handle = self._study.ask(self._space.distributions)
-        if self._options.study is not None and self._work.run_dir is not None:
-            handle.set_user_attr(OWNER, self._owner)
-        return self._add(handle, handle.params)
+    def _join(self, trial: Trial) -> Trial:
+        """Make a trial of the study an item of the loop."""
+        self._work.append(trial.config)
+        if self._members is not None:
+            self._members.join(trial.index)
+        return trial
 
     @property
     def _num_missing(self) -> int:
         if self._members is not None:
             return self._members.num_missing
-        if self._study._stop_flag:  # the sampler has nothing more to suggest
+        if self._study.is_exhausted:
             return 0
         return int(self._options.num_trials) - len(self.trials)
 
@@ -918,9 +649,9 @@ class Search(LoopRun):
         why = ""
         if when.seconds is not None and time.monotonic() - self._began_at >= when.seconds:
             why = f"{when.seconds:g} s have passed"
-        elif when.score is not None and self._best >= self._sign * when.score:
+        elif when.score is not None and self._study.best >= self._study.good(when.score):
             why = f"score {when.score:g} is reached"
-        elif when.patience is not None and self._num_worse >= when.patience:
+        elif when.patience is not None and self._study.num_since_best >= when.patience:
             why = f"{when.patience} trials without a new best score"
         if not why:
             return False
@@ -934,29 +665,16 @@ class Search(LoopRun):
                 self._stop_trial(trial, "stop_when")
         return True
 
-    def _add(self, handle: optuna.trial.Trial, params: dict[str, Any]) -> Trial:
-        config = self._space.config(params)
-        trial = Trial(len(self.trials), handle.number, handle, config)
-        self.trials.append(trial)
-        self._work.append(config)
-        if self._members is not None:
-            self._members.join(trial.index)
-        return trial
-
     def _sent(self, index: int) -> TrialPart:
         trial = self.trials[index]
         is_again = trial.is_again or trial.epochs >= trial.until
         return TrialPart(trial.config, trial.until, trial.num_reports, trial.epochs, is_again)
 
     def _show(self) -> None:
-        _, good, number = self._leader
-        parts = [f"{count:,} pruned by {why}" for why, count in self._num_pruned.items()]
-        if good > -math.inf:
-            name = self._options.score_name
-            parts.insert(0, f"best {name}={self._sign * good:.4g} (trial {number})")
+        parts = [self._study.summary(self._options.score_name)]
         if self.ended_by:
             parts.append(f"ended by stop_when: {self.ended_by}")
-        self._work.about = [", ".join(parts)]
+        self._work.about = [", ".join(filter(None, parts))]
         if self._rungs is not None:
             self._work.about.append(self._rungs.summary)
         super()._show()
@@ -964,7 +682,7 @@ class Search(LoopRun):
     def results(self) -> Results[Any]:
         """Join the results that have arrived so far, and how the trials have ended."""
         made, trials = super().results(), self.trials
-        trials = trials[: len(made)]  # after Ctrl-C in `_add`
+        trials = trials[: len(made)]  # after Ctrl-C in `_join`
         made._trials = Trials(
             self._options.score_name,
             self._options.mode,
@@ -1000,30 +718,19 @@ class Search(LoopRun):
 
     def _select(self, trial: Trial, members: Members) -> Trial:
         """Return a member that continues, or the new trial in its place."""
-        from optuna.trial import TrialState, create_trial
-
         parents = members.parents(trial.index)
         if not parents:
             if members.keep(trial.index):
                 copy = self._work.checkpoint_name(trial.index) + KEPT
                 self._copy_checkpoint(trial, trial.rung, copy, trial)
             return trial
-        seed, study, space = self._options.seed, self._study, self._space
+        seed, space = self._options.seed, self._space
         random = Random(None if seed is None else item_seed(seed, len(self.trials)))
         parent = self.trials[random.choice(parents)]
         params = {name: parent.config[name] for name in space.distributions}
-        made = create_trial(
-            state=TrialState.RUNNING,
-            params=space.perturbed(params, self._stop.perturb, random),
-            distributions=space.distributions,
-            user_attrs={
-                PARENT: [parent.number, trial.number, members.rung(parent.index)],
-                OWNER: self._owner,
-            },
-        )
-        # private: the public ways take several steps, or may return a trial that a user enqueued
-        trial_id = study._storage.create_new_trial(study._study_id, template_trial=made)
-        child = self._take_known(study._storage.get_trial(trial_id))
+        lineage = parent.number, trial.number, members.rung(parent.index)
+        new = space.perturbed(params, self._stop.perturb, random)
+        child = self._join(self._study.add_child(new, lineage))
         self._take_over(child, members)
         return child
 
@@ -1041,6 +748,7 @@ class Search(LoopRun):
         if child.state == "running" and checkpoint_time(self._work.home, name) is None:
             self._copy_checkpoint(parent, rung, name, child)
         if replaced.state == "waiting":
+            replaced.stopped_by = self._rule
             self._tell(replaced, "pruned")
 
     def _copy_checkpoint(self, trial: Trial, rung: int, copy: str, for_trial: Trial) -> None:
@@ -1048,12 +756,8 @@ class Search(LoopRun):
         name = self._work.checkpoint_name(trial.index)
         if trial.state != "waiting" or trial.rung != rung:
             name += KEPT  # it has gone on since
-        if self._is_inline:
-            self._copy(trial, name, copy)
-            return
-        copied = self._copier.submit(self._copy, trial, name, copy)
-        self._copies[trial.index] = self._copies[for_trial.index] = copied
-        copied.add_done_callback(lambda _: self._wake())
+        make = functools.partial(self._copy, trial, name, copy)
+        self._copies.make(make, trial.index, for_trial.index)
 
     def _copy(self, trial: Trial, name: str, copy: str) -> None:
         home = self._work.home
@@ -1071,7 +775,7 @@ class Search(LoopRun):
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
         # after it was cancelled and told, its last reports may still come
-        value = self._note_report(report) if trial.state == "running" else None
+        value = self._study.note_report(report) if trial.state == "running" else None
         if value is not None and not self._has_warned:
             self._warn_of_repeats(trial, report.metrics)
         if trial.epochs == trial.until:
@@ -1085,7 +789,7 @@ class Search(LoopRun):
     def _warn_of_repeats(self, trial: Trial, metrics: dict[str, Any]) -> None:
         if self._rungs is None or trial.rung == 0 or trial.is_again:
             return
-        paused_after = int(self._rungs.levels[trial.rung - 1])
+        paused_after = int(self._levels[trial.rung - 1])
         if epochs_of(metrics, paused_after + 1) <= paused_after:
             self._has_warned = True
             logger.warning(
@@ -1098,25 +802,11 @@ class Search(LoopRun):
                 metrics["epoch"],
             )
 
-    def _note_report(self, report: MetricsReport) -> float | None:
-        trial = self.trials[report.item]
-        value = report.metrics.get(self._metric) if self._metric is not None else None
-        if (score := score_of(value)) is None:
-            return None
-        trial.num_reports += 1
-        epochs = epochs_of(report.metrics, trial.num_reports)
-        # an attempt after a lost worker repeats epochs
-        trial.epochs = max(trial.epochs, epochs)
-        trial.score = score
-        return score
-
     def _stop_if_hopeless(self, trial: Trial, value: float, metrics: dict[str, Any]) -> None:
-        import optuna
-
         if self._stop is None or self._rungs is not None:
             return
-        if isinstance(self._stop, optuna.pruners.BasePruner):
-            is_hopeless = self._pass_to_study(trial, value).should_prune()
+        if self._options.pruner is not None:
+            is_hopeless = self._study.pass_on(trial, value).should_prune()
         else:
             is_hopeless = bool(self._stop(metrics))
         if is_hopeless:
@@ -1174,9 +864,7 @@ class Search(LoopRun):
             self._note_cancelled(part)
 
     def _begin_held(self) -> None:
-        for copied, trial in [held for held in self._held if held[0].done()]:
-            self._held.remove((copied, trial))
-            copied.result()
+        for trial in self._copies.take_ready():
             if self.ended_by or self._work.stopped_by is not None:
                 trial.state = "waiting"
             else:
@@ -1210,93 +898,40 @@ class Search(LoopRun):
             self._first_error = self._first_error or error
             self._tell(trial, "failed")
             most = self._options.max_failures
-            if most is not None and self._num_failed > most:
+            num_failed = self._study.num_failed
+            if most is not None and num_failed > most:
                 add_note(
                     self._first_error,
-                    f"raypool: {self._num_failed} trials failed, more than max_failures={most}.",
+                    f"raypool: {num_failed} trials failed, more than max_failures={most}.",
                 )
                 raise self._first_error
             return
-        trial.score = self._score(value, trial)
+        trial.score = self._study.score_of_part(value, trial)
         if trial.score is None:
             if trial.stopped_by:  # by `stop_when`, before its first report
                 self._tell(trial, "pruned")
             else:
                 self._note_missing(trial, value)
             return
-        good = self._note_score(trial.score)
+        good = self._study.compare(trial.score)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
         is_there = trial.until <= trial.epochs and not is_cancelled
-        if self._rungs is not None and is_there and trial.epochs < self._rungs.levels[-1]:
+        if self._rungs is not None and is_there and trial.epochs < self._levels[-1]:
             trial.state = "waiting"
-            self._waiting.add(trial.number)
-            self._pass_to_study(trial, self._sign * good)
+            self._study.waiting.add(trial.number)
+            self._study.pass_on(trial, self._study.comparable(trial.score))
             self._rungs.reach(trial.index, trial.rung, good)
         else:
             if isinstance(self._rungs, Rungs) and is_there:
                 self._rungs.reach(trial.index, trial.rung, good, is_waiting=False)
             self._tell(trial, "pruned" if trial.stopped_by else "complete")
-        self._note_best(trial, trial.score)
-
-    def _note_best(self, trial: Trial, score: float) -> None:
-        found = trial.state == "complete", self._good(score)
-        if found > self._leader[:2]:  # a score after a few epochs is no match
-            self._leader = (*found, trial.number)
-
-    def _note_score(self, score: float) -> float:
-        """Compare the score of a part with the best one so far; return it as `_good` does."""
-        good = self._good(score)
-        self._num_worse = 0 if good > self._best else self._num_worse + 1
-        self._best = max(self._best, good)
-        return good
-
-    def _good(self, score: float) -> float:
-        """Return a score of which more is better; NaN and infinity are the worst."""
-        return self._sign * score if math.isfinite(score) else -math.inf
-
-    def _score(self, value: Any, trial: Trial) -> float | None:
-        """Return the score of a part: what its function returned, else what it reported last."""
-        own = value.get(self._metric) if isinstance(value, Mapping) else None
-        if own is None and (self._metric is None or trial.score is None):
-            own = value
-        score = score_of(own)
-        return trial.score if score is None else score
+        self._study.note_leader(trial, trial.score)
 
     def _tell(self, trial: Trial, state: str) -> None:
         """Tell Optuna how a trial has ended."""
-        from optuna.trial import TrialState
-
-        trial.state = state
-        tell = functools.partial(self._study.tell, trial.number, skip_if_finished=True)
-        if state == "pruned":
-            self._num_pruned[trial.stopped_by or self._rule] += 1
-        if state == "failed":
-            self._num_failed += 1
-            if self._members is not None:
-                self._members.leave(trial.index)
-            tell(state=TrialState.FAIL)
-        elif (score := trial.score) is None:  # it was stopped before its first report
-            tell(state=TrialState.PRUNED)
-        else:
-            if not math.isfinite(score):
-                logger.warning(
-                    "Trial %d has the score %s, which counts as the worst.", trial.number, score
-                )
-                score = -self._sign * math.inf
-            self._pass_to_study(trial, score)  # Optuna takes it for the score of a pruned trial
-            if state == "pruned":
-                tell(state=TrialState.PRUNED)
-            else:
-                tell(score)
-        trial.handle = None
-
-    def _pass_to_study(self, trial: Trial, score: float) -> optuna.trial.Trial:
-        """Note the score in the study, as that of the trial's epoch; return the trial's handle."""
-        assert trial.handle is not None
-        if trial.epochs > trial.noted_epochs:  # Optuna takes one score for each
-            trial.noted_epochs = trial.epochs
-            trial.handle.report(score, step=trial.epochs)
-        return trial.handle
+        if state == "failed" and self._members is not None:
+            self._members.leave(trial.index)
+        self._study.tell(trial, state)
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -1315,6 +950,6 @@ class Search(LoopRun):
         logger.warning("%s It counts as failed.", error)
 
     def _raise_if_none_is_good(self) -> None:
-        if self._first_error is not None and self._num_failed == len(self.trials):
+        if self._first_error is not None and self._study.num_failed == len(self.trials):
             add_note(self._first_error, f"raypool: all {len(self.trials)} trials failed.")
             raise self._first_error

@@ -699,7 +699,7 @@ def test_a_storage_that_is_locked(
         assert "study 'mine' cannot be used (database is locked)" in warnings[0]
     assert states(study) == {"COMPLETE": 2}, "it has waited"
     with monkeypatch.context() as patched:
-        patched.setattr("raypool.search.storage.WAIT_S", 0)
+        patched.setattr("raypool.search.study.WAIT_S", 0)
         with pytest.raises(JournalError, match="same run_dir: no finished trial is lost") as caught:
             call(3)
     assert len(caught.value.results) == 3  # type: ignore[attr-defined]
