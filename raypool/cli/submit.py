@@ -201,14 +201,14 @@ def submit(context: click.Context, /, **given: Any) -> None:
     with errors_said(before_work=True):
         submission = _submission(context, given)
         slurm = _slurm_profile(given)
-        if slurm is not None:
-            raise SystemExit(run_on_slurm(slurm, submission, requeue=given["is_requeued"]))
-        profile, file = _target(context, given, submission)
+        profile, file = (slurm, None) if slurm else _target(context, given, submission)
     for note in submission.training.notes:
         submission.say(note)
     if given["is_dry"]:
         return
     with errors_said():
+        if slurm is not None:
+            raise SystemExit(run_on_slurm(slurm, submission, requeue=given["is_requeued"]))
         if file is None:
             raise SystemExit(run_on(profile, submission))
         raise SystemExit(run_on_own(file, submission, is_kept=given["is_kept"]))

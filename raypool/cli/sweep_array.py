@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.channel.records import Function, function_name
 from raypool.cli.output import echo
-from raypool.cluster.slurm import FILE, job_file, new_folder, num_left, size_of, submit
+from raypool.cluster.slurm import FILE, job_file, named, new_folder, num_left, size_of, submit
 from raypool.cluster.slurm_job import write_private
 from raypool.core.model import Slice
 from raypool.engine.durable import RunPart
@@ -73,7 +73,7 @@ def submit_array(
         if count := num_left(job):
             raise CloudError(
                 f"Slurm job {job} has not ended: {count} of its tasks for {run_dir} are queued or"
-                f" running. Wait for them, or stop them with scancel {job}."
+                f" running. Wait for them, or stop them with scancel {shlex.join(named(job))}."
             )
     name, seed, workers = function_name(function), options["seed"], options["workers"]
     how = LoopOptions(name, seed=seed)

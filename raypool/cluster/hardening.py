@@ -35,6 +35,8 @@ def hardened(text: str, name: str) -> str:
         >>> print(hardened(text, "cluster.yaml").splitlines()[1])
         worker_start_ray_commands: [export RAY_AUTH_MODE=token; ray start --address=a]
     """
+    if not text.endswith("\n"):
+        text += "\n"  # entries are added at the end
     document = launcher_document(documents_of(text, name), name)
     content = document.content
     edits = []

@@ -78,11 +78,17 @@ def shut_down(config: Path) -> None:
     # else its autoscaler makes machines again
     subprocess.run(["ray", "stop"], check=False)
     provider = _get_node_provider(content["provider"], content["cluster_name"])
-    [*heads] = provider.non_terminated_nodes({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
-    workers = [node for node in provider.non_terminated_nodes({}) if node not in heads]
-    logger.warning("Deleting %d workers and the head.", len(workers))
-    provider.terminate_nodes(workers)
-    provider.terminate_nodes(heads)
+    while True:
+        try:
+            [*heads] = provider.non_terminated_nodes({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
+            workers = [node for node in provider.non_terminated_nodes({}) if node not in heads]
+            logger.warning("Deleting %d workers and the head.", len(workers))
+            provider.terminate_nodes(workers)
+            provider.terminate_nodes(heads)
+            return
+        except Exception:  # whatever the provider's library raises: machines cost money
+            logger.exception("The provider refused; the machines are deleted in %g s.", LOOK_S)
+        time.sleep(LOOK_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -430,6 +430,9 @@ UNREACHABLE = 255  # the exit status of ssh if it could not run the command
 # other end may be silent for 15 s, and for 10 s at the beginning.
 OPTIONS = (
     "-oBatchMode=yes",
+    # a master that the user's configuration keeps would hold a tunnel's ports after its end
+    "-oControlMaster=no",
+    "-oControlPath=none",
     "-oConnectTimeout=10",
     "-oStrictHostKeyChecking=no",
     f"-oUserKnownHostsFile={os.devnull}",

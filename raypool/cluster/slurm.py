@@ -18,8 +18,11 @@ import math
 import os
 import re
 import shlex
+import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +48,17 @@ FILE, OUTPUT = "job.sbatch", "output.log"
 
 GONE = "GONE"
 """The state of a job that Slurm no longer knows."""
+
+GONE_WORDS = ("Invalid job id", "already completing or completed")
+"""Words of Slurm's errors about a job that has ended."""
+
+PATIENCE_S = 600.0
+"""How long Slurm may not answer while somebody waits for a job [s]."""
+
+CANCEL_S = 5.0
+"""How long Slurm may not answer when a job is cancelled [s]."""
+
+logger = logging.getLogger("raypool")
 
 
 class Size(NamedTuple):
@@ -169,7 +183,7 @@ def job_file(  # noqa: PLR0913 - all are named
 
 
 def submit(file: Path, *options: str) -> str:
-    """Submit a job; return Slurm's number for it.
+    """Submit a job; return its number, and its cluster if there are several: "17;gpu-cluster".
 
     Raises:
         CloudError: Slurm refuses it, or could never run it.
@@ -180,7 +194,18 @@ def submit(file: Path, *options: str) -> str:
             printed = ask("sbatch", kind, *options, str(file))
         except CloudError as error:
             raise CloudError(f"{error}{_hint(str(error), file)}") from error
-    return printed.strip().partition(";")[0]
+    return printed.strip()
+
+
+def named(job: str) -> list[str]:
+    """Return the arguments that name a job to Slurm's commands.
+
+    Example:
+        >>> named("17"), named("17;gpu-cluster")
+        (['17'], ['--clusters=gpu-cluster', '17'])
+    """
+    number, _, cluster = job.partition(";")
+    return [*([f"--clusters={cluster}"] if cluster else []), number]
 
 
 def _hint(words: str, file: Path) -> str:
@@ -222,25 +247,63 @@ class JobState(NamedTuple):
         return f"{self.state.lower()}{why}{expected}"
 
 
-def look(number: str) -> JobState:
-    """Return the state of a job."""
-    lines = _in_queue(number, "--states=all", "--format=%T|%r|%S")
+def look(job: str, patience_s: float = 0.0) -> JobState:
+    """Return the state of a job; ask again, for this long, while Slurm does not answer."""
+    lines = _in_queue(job, "--states=all", "--format=%T|%r|%S", patience_s=patience_s)
     return JobState(*lines[0].split("|")) if lines else JobState(GONE)
 
 
-def num_left(number: str) -> int:
+def num_left(job: str) -> int:
     """Return how many tasks of a job array have not ended."""
-    return len(_in_queue(number, "--array"))
+    return len(_in_queue(job, "--array"))
 
 
-def _in_queue(number: str, *options: str) -> list[str]:
+def cancel(job: str, *options: str) -> None:
+    """Cancel a job, unless it has ended.
+
+    Raises:
+        CloudError: Slurm does not answer, so that the job may still be queued or running.
+    """
+    with contextlib.suppress(JobGoneError):
+        _ask_patiently(CANCEL_S, "scancel", *options, *named(job))
+
+
+class JobGoneError(Exception):
+    """Slurm says that a job has ended, or that it does not know it anymore."""
+
+
+def _in_queue(job: str, *options: str, patience_s: float = 0.0) -> list[str]:
     """Return the lines of squeue for a job, none if Slurm no longer knows it."""
+    *cluster, number = named(job)
     try:
-        return ask("squeue", "--noheader", *options, f"--jobs={number}").strip().splitlines()
-    except CloudError as error:
-        if "Invalid job id" in str(error):
-            return []
-        raise
+        shown = _ask_patiently(
+            patience_s, "squeue", "--noheader", *options, *cluster, f"--jobs={number}"
+        )
+    except JobGoneError:
+        return []
+    return [line for line in shown.strip().splitlines() if not line.startswith("CLUSTER:")]
+
+
+def _ask_patiently(patience_s: float, *command: str) -> str:
+    """Return the output of a command of Slurm about a job, which may fail for some time.
+
+    Controllers are restarted, and busy ones answer "Socket timed out".
+    """
+    gives_up_at = time.monotonic() + patience_s
+    has_warned = False
+    while True:
+        try:
+            return ask(*command)
+        except CloudError as error:
+            if any(words in str(error) for words in GONE_WORDS):
+                raise JobGoneError from error
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            if is_missing or time.monotonic() >= gives_up_at:
+                raise
+            if not has_warned:
+                logger.warning("%s. raypool asks again, for %g s.", error, patience_s)
+                has_warned = True
+        time.sleep(LOOK_S)
 
 
 # --- the allocation of a pool ---------------------------------------------------------------------
@@ -273,7 +336,7 @@ def allocation_for(profile: Profile, workers: tuple[int | None, int | None]) -> 
     if "SLURM_JOB_ID" in os.environ:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
-            logging.getLogger("raypool").warning(
+            logger.warning(
                 "srun started this script %s times, and each process opens its own pool. One pool"
                 " uses all GPUs: start the script once, without srun or with srun --ntasks=1.",
                 tasks,
@@ -295,21 +358,32 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
     env = {"PYTHONPATH": os.pathsep.join(_own_paths())}
     text = job_file(slurm, size, [], name="raypool", folder=folder, env=env)
     write_private(folder / FILE, text)
-    number = submit(folder / FILE)
+    try:
+        job = submit(folder / FILE)
+    except CloudError:
+        raise
+    except BaseException:  # Ctrl-C: a job that was accepted nevertheless ends without its folder
+        shutil.rmtree(folder)
+        raise
 
-    def cancel(*options: str) -> None:
-        with contextlib.suppress(CloudError):  # it has ended by itself
-            ask("scancel", *options, number)
+    def release(*options: str) -> None:
+        try:
+            cancel(job, *options)
+        except CloudError as error:
+            logger.warning(
+                "Slurm job %s may still be queued or running: %s. `scancel %s` ends it.",
+                *(job, error, shlex.join(named(job))),
+            )
 
     try:
-        _wait(number, connection, folder / OUTPUT, is_quiet=profile.quiet)
+        _wait(job, connection, folder / OUTPUT, is_quiet=profile.quiet)
         address = json.loads(connection.read_text())["client"]
     except BaseException:  # Ctrl-C, too
-        cancel()
+        release()
         raise
     # a signal for the first process only: it ends the rest in good order
-    release = functools.partial(cancel, "--batch", "--signal=TERM")
-    return Allocation(address, folder / TOKEN, release)
+    release_all = functools.partial(release, "--batch", "--signal=TERM")
+    return Allocation(address, folder / TOKEN, release_all)
 
 
 def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> None:
@@ -317,7 +391,7 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
     told: JobState | None = None
     pause_s, deadline = LOOK_S, math.inf
     while not _is_there(connection):
-        state = look(number)
+        state = look(number, PATIENCE_S)
         if state != told and not is_quiet:
             sys.stderr.write(f"raypool: Slurm job {number} is {state}\n")
             sys.stderr.flush()
@@ -367,11 +441,13 @@ def _inside(profile: Profile) -> Allocation:
             stdout=output,
             stderr=output,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())},
+            start_new_session=True,  # Ctrl-C is for the driver
         )
 
     def release() -> None:
         if child.stdin is not None:
             child.stdin.close()
+        child.terminate()  # a process forked from this one may hold the other end of the pipe
         child.wait()
 
     try:
@@ -392,8 +468,16 @@ def _inside(profile: Profile) -> Allocation:
 
 def _own_paths() -> list[str]:
     """Return where this process finds modules, besides those that are installed."""
-    paths = [str(Path(path or ".").absolute()) for path in sys.path]
-    return [path for path in paths if not path.startswith((sys.prefix, sys.base_prefix + "/lib"))]
+    there = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    there += site.getsitepackages()
+    paths = [Path(path or ".").absolute() for path in sys.path]
+    return [
+        str(path)
+        for path in paths
+        if not any(path.is_relative_to(folder) for folder in there)
+        # lib/python311.zip, which need not exist
+        and not (path.suffix == ".zip" and path.is_relative_to(sys.base_prefix))
+    ]
 
 
 def new_folder(slurm: Slurm, name: str | None = None) -> Path:

@@ -162,7 +162,9 @@ def ask(*command: str) -> str:
         CloudError: It is not installed, or fails.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # the user's may name another format for times
+        environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError as error:
         raise CloudError(
             f"There is no command {command[0]} on this machine. Run this where Slurm is"
@@ -393,13 +395,16 @@ def main(words: Sequence[str]) -> int:
     command = words[at + 1 :]
     if not command and options.folder is None:
         parser.error("nothing to run: pass `-- COMMAND`, or --folder FOLDER")
+    keeps_status = command and options.folder is not None
+    if keeps_status:
+        (options.folder / STATUS).unlink(missing_ok=True)  # of the time before a requeue
     job = SlurmJob(options, command)
     try:
         code = job.run()
     except CloudError as error:
         say(str(error))
         code = 1
-    if command and options.folder is not None:
+    if keeps_status and not job.is_requeued:
         is_cancelled = job.ended.is_set()
         status = {"exit_code": code, "is_cancelled": is_cancelled, "ended_at": time.time()}
         write_private(options.folder / STATUS, json.dumps(status))
@@ -415,6 +420,7 @@ class SlurmJob:
         self._job = own_job()
         self._told = threading.Event()  # the time is nearly over
         self.ended = threading.Event()  # Slurm, or the user, ends the job
+        self.is_requeued = False
         self._steps: list[subprocess.Popen[bytes]] = []
         self._is_early = False  # nodes drain, so the command ends early
         self._look_at = 0.0  # when to ask Ray next
@@ -450,6 +456,7 @@ class SlurmJob:
             if self._options.requeue:
                 say("The job is requeued; the same command resumes it.")
                 ask("scontrol", "requeue", self._job)
+                self.is_requeued = True
             return PREEMPTED
         return code
 
@@ -462,6 +469,7 @@ class SlurmJob:
             nodes = [name for name, gpus_there in gpus.items() if gpus_there == number]
             step = [
                 *("srun", "--overlap", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"),
+                "--export=ALL",  # else an --export of sbatch holds for this step, too
                 *(f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--mem=0"),
                 # -c would hold the step to that many cores; without, it has all of the job's
                 "--cpu-bind=none",

@@ -6,6 +6,7 @@ for `sbatch`, the output and the exit code, so that a job is known after Slurm h
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import shutil
@@ -22,14 +23,17 @@ from raypool.cluster.slurm import (
     GONE,
     MOST_LOOK_S,
     OUTPUT,
+    PATIENCE_S,
+    cancel,
     folder_of_jobs,
     job_file,
     look,
+    named,
     new_folder,
     size_of,
     submit,
 )
-from raypool.cluster.slurm_job import STATUS, ask, write_private
+from raypool.cluster.slurm_job import STATUS, write_private
 from raypool.errors import CloudError, InvalidValueError
 from raypool.profiles import Profile, Slurm
 from raypool.worker.folders import make_private
@@ -118,13 +122,16 @@ class SlurmJobs(JobQueue):
         Raises:
             CloudError: There is no such job.
         """
+        return self._look(job_id, 0.0)
+
+    def _look(self, job_id: str, patience_s: float) -> JobInfo:
         folder, info = self._find(job_id)
         number = info["number"]
         try:
             status = json.loads((folder / STATUS).read_text())
         except FileNotFoundError:
             status = {}
-        at = look(number)
+        at = look(number, patience_s)
         state = STATES.get(at.state, "failed")
         if at.state == GONE or (status and state == "running"):
             state = "finished" if status.get("exit_code") == 0 else "failed"
@@ -164,7 +171,9 @@ class SlurmJobs(JobQueue):
         """Return a job's output so far."""
         folder, _ = self._find(job_id)
         try:
-            return (folder / OUTPUT).read_text(errors="replace")
+            # without the beginning of a letter that is being written
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            return decoder.decode((folder / OUTPUT).read_bytes())
         except FileNotFoundError:  # it waits in the queue
             return ""
 
@@ -183,10 +192,14 @@ class SlurmJobs(JobQueue):
         Raises:
             CloudError: There is no such job, or it does not end.
         """
-        _, info = self._find(job_id)
-        with suppress(CloudError):  # it has ended
-            ask("scancel", info["number"])
-        return self._wait_stopped(job_id, STOP_TIMEOUT_S)
+        folder, info = self._find(job_id)
+        cancel(info["number"])
+        stopped = self._wait_stopped(job_id, STOP_TIMEOUT_S)
+        if stopped.state == "cancelled" and not (folder / STATUS).exists():
+            # it never began, and Slurm forgets it in a few minutes
+            status = {"exit_code": None, "is_cancelled": True, "ended_at": time.time()}
+            write_private(folder / STATUS, json.dumps(status))
+        return stopped
 
     def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[None]:
         """Yield at every look at a job until it has ended."""
@@ -197,7 +210,8 @@ class SlurmJobs(JobQueue):
             yield
             # a job that has ended says so in its folder; one that was killed does not
             if (folder / STATUS).exists() or time.monotonic() > ask_at:
-                if self.look(job_id).has_ended:
+                left_s = max(0.0, deadline - time.monotonic())
+                if self._look(job_id, min(PATIENCE_S, left_s)).has_ended:
                     return
                 pause_s = min(2 * pause_s, MOST_LOOK_S)
                 ask_at = time.monotonic() + pause_s
@@ -210,7 +224,7 @@ class SlurmJobs(JobQueue):
         for file in files:
             with suppress(FileNotFoundError):
                 info = json.loads(file.read_text())
-                if not job_id.isdecimal() or info["number"] == job_id:
+                if not job_id.isdecimal() or named(info["number"])[-1] == job_id:
                     return file.parent, info
         raise CloudError(
             f"There is no job {job_id!r} in {root}. `raypool job status` lists the jobs there."

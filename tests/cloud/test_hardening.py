@@ -82,6 +82,8 @@ def test_what_is_missing_is_added_and_the_rest_stays(tmp_path: Path) -> None:
     assert file.read_text().startswith(MINIMAL)
     assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
     assert not any("start_ray" in said for said in checks.check_file(file))
+    has_mounts = MINIMAL + "file_mounts: {}"
+    assert harden(file, has_mounts) == content, "though its last line does not end"
 
 
 def test_any_form_of_an_entry_is_closed_and_comments_stay(tmp_path: Path) -> None:

@@ -83,12 +83,16 @@ def test_all_machines_are_deleted_and_the_head_last(
     (home / "ray").write_text(f"#!/bin/sh\necho $1 >> {stopped}\n")
     (home / "ray").chmod(0o755)
     monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    monkeypatch.setattr(idle, "LOOK_S", 0.0)
+    failures = [OSError("the network is down for a moment")]
     left: list[set[str]] = []
     answer = gce.request
 
     def request(uri: str, method: str = "GET", *args: Any, **kwargs: Any) -> Any:
         if method == "DELETE":
             assert stopped.exists(), "or the autoscaler would make others"
+            if failures:
+                raise failures.pop()
             left.append(set(gce.instances))
         return answer(uri, method, *args, **kwargs)
 

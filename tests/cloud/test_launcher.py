@@ -278,3 +278,16 @@ def test_the_token_is_its_owners_only() -> None:
     make_token()
     assert token_path().stat().st_mode & 0o777 == 0o600
     assert token_path().read_text() == token
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="wants ssh")
+def test_a_tunnel_is_its_own_connection(tmp_path: Path) -> None:
+    """A master that the user's configuration keeps would hold its ports after its end."""
+    config = tmp_path / "config"
+    config.write_text(
+        f"Host *\n  ControlMaster auto\n  ControlPath {tmp_path}/%C\n  ControlPersist yes\n"
+    )
+    command = launcher.Login("me", "10.0.0.1").command("uptime", "-G", "-F", str(config))
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "controlmaster false" in shown
+    assert not any(line.startswith("controlpath") for line in shown)

@@ -317,9 +317,33 @@ def test_a_script_of_a_plain_job_uses_all_its_nodes(user: User) -> None:
         with parpool(quiet=True):
             print(seen())
     """
-    out = user.run_plain("python job.py", script, "-N2", "--gpus-per-node=2")
+    options = ("-N2", "--gpus-per-node=2", "--export=LR=0.1,PATH")  # sites have this in templates
+    out = user.run_plain("python job.py", script, *options)
     rows = [row[:2] for row in ast.literal_eval(out)]
     assert rows == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
+
+
+def test_ctrl_c_and_forked_processes_of_a_script_leave_ray_alone(user: User) -> None:
+    """Ctrl-C goes to the script's whole process group; a forked process has the script's pipes."""
+    script = """if True:
+        import multiprocessing, os, signal
+        from raypool import parpool
+        from tasks import HERE, finish
+        with parpool(quiet=True) as pool:
+            future = pool.parfeval(finish, 7)
+            try:
+                os.killpg(os.getpgrp(), signal.SIGINT)
+                signal.pause()
+            except KeyboardInterrupt:
+                (HERE / "go").touch()
+            print(future.result(300), flush=True)
+            forked = multiprocessing.get_context("fork").Process(target=signal.pause)
+            forked.start()
+        print(pool.is_closed)
+        forked.kill()
+    """
+    out = user.run_plain("trap : INT; python job.py", script, "-N2", "--gpus-per-node=2")
+    assert out.split() == ["7", "True"]
 
 
 def test_a_script_that_srun_starts_several_times_is_told(user: User) -> None:
@@ -404,6 +428,18 @@ def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:
     assert_continued(user, number)
     assert "PoolPreemptedError" in user.output(number)
     assert "its time is over" not in user.output(number)
+
+
+def test_a_submitted_job_is_followed_through_its_requeue(user: User) -> None:
+    user.write("job.py", SWEEP)
+    process = user.start("raypool", "submit", "--profile", "hpc", "--requeue", "job.py")
+    until(lambda: user.has(*(f"running-{item}" for item in range(4))))
+    [number] = user.lab.run("squeue", "-h", "--format=%i").split()
+    user.run("scancel", "--batch", "--signal=USR1", number)
+    restart(user, number)
+    out, err = process.communicate(timeout=UP_S)
+    assert process.returncode == 0, out + err
+    assert CONTINUED in out
 
 
 def test_a_real_time_limit(user: User) -> None:

@@ -1,0 +1,191 @@
+"""Pools and jobs with pretended commands of Slurm, which fail, time out, and serve two clusters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from raypool import CloudError, Profile, Slurm
+from raypool.cli.main import main
+from raypool.cluster import slurm, slurm_job
+from raypool.cluster.slurm import allocation_for
+from raypool.cluster.slurm_job import CONNECTION, STATUS, deadline
+from raypool.cluster.slurm_jobs import SlurmJobs
+
+SBATCH = """
+echo "$*" >>submitted
+case "$*" in *--parsable*) echo "7;$CLUSTER" ;; esac
+"""
+
+TIMES_OUT = "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CLUSTER", "")
+    monkeypatch.setattr(slurm, "LOOK_S", 0.0)
+    for name in ("SLURM_JOB_ID", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    command("sbatch", SBATCH)
+    return tmp_path
+
+
+def command(name: str, script: str) -> None:
+    """Make a command of Slurm; its script has the number of calls in $calls."""
+    file = Path(name)
+    count = f"calls=$(($(cat {name}.calls 2>/dev/null || echo 0) + 1)); echo $calls >{name}.calls"
+    file.write_text(f'#!/bin/sh\ncd {Path.cwd()}\n{count}\necho "$*" >>{name}.log\n{script}\n')
+    file.chmod(0o755)
+
+
+def calls(name: str) -> list[str]:
+    file = Path(f"{name}.log")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def profile(**fields: object) -> Profile:
+    return Profile(slurm=Slurm(folder="jobs"), quiet=True, **fields)  # type: ignore[arg-type]
+
+
+def connects_at(call: int, *, otherwise: str) -> str:
+    """Return the script of a squeue at whose call the job has Ray running."""
+    connection = json.dumps({"address": "n1:1", "client": "ray://n1:2"})
+    return f"""
+    if [ $calls -ge {call} ]; then
+        for job in jobs/pool_*; do echo '{connection}' >$job/{CONNECTION}; done
+        echo 'RUNNING|None|N/A'
+    else {otherwise}
+    fi
+    """
+
+
+def test_a_pool_waits_on_while_slurm_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """And its job is cancelled, though the first try of that fails, too."""
+    command("squeue", connects_at(3, otherwise=TIMES_OUT))
+    command("scancel", f"[ $calls -gt 1 ] || {{ {TIMES_OUT}; }}")
+    allocation = allocation_for(profile(), (1, 1))
+    assert allocation is not None
+    assert allocation.address == "ray://n1:2"
+    assert len([each for each in caplog.messages if "Socket timed out" in each]) == 1
+    allocation.release()
+    assert calls("scancel") == ["--batch --signal=TERM 7"] * 2
+
+
+def test_a_job_that_may_be_left_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
+    command("squeue", connects_at(1, otherwise=":"))
+    command("scancel", TIMES_OUT)
+    allocation = allocation_for(profile(), (1, 1))
+    assert allocation is not None
+    with caplog.at_level(logging.WARNING):
+        allocation.release()
+    assert "`scancel 7` ends it" in caplog.messages[-1]
+    command(
+        "scancel", "echo 'scancel: error: Kill job error on job id 7: Invalid job id' >&2; exit 1"
+    )
+    caplog.clear()
+    allocation.release()
+    assert caplog.messages == []
+
+
+def test_a_job_on_another_cluster_is_asked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER", "other")
+    command("squeue", f"echo 'CLUSTER: other'; {connects_at(1, otherwise=':')}")
+    command("scancel", "")
+    allocation = allocation_for(profile(), (1, 1))
+    assert allocation is not None
+    allocation.release()
+    assert calls("scancel") == ["--batch --signal=TERM --clusters=other 7"]
+    assert "--clusters=other --jobs=7" in calls("squeue")[0]
+
+
+def test_submit_with_dry_run_submits_nothing() -> None:
+    Path("train.py").touch()
+    done = CliRunner().invoke(main, ["submit", "--slurm", "--dry-run", "train.py"])
+    assert done.exit_code == 0, done.output
+    assert calls("sbatch") == []
+
+
+def test_a_requeued_job_has_not_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code comes from its last run alone."""
+    jobs = SlurmJobs(profile(), is_requeued=True)
+    job_id = jobs.submit(["python", "train.py"])
+    here = folder / "jobs" / job_id
+    words = ["--requeue", f"--folder={here}", "--", "python", "train.py"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def runs(job: slurm_job.SlurmJob) -> int:
+        assert not (here / STATUS).exists()
+        job.is_requeued = is_early
+        return slurm_job.PREEMPTED if is_early else 3
+
+    monkeypatch.setattr(slurm_job.SlurmJob, "run", runs)
+    is_early = True
+    slurm_job.main(words)
+    states = []
+    for state in ("COMPLETING", "PENDING", "RUNNING"):
+        command("squeue", f"echo '{state}|None|N/A'")
+        states.append(jobs.look(job_id).state)
+    assert states == ["running", "queued", "running"]
+    is_early = False
+    slurm_job.main(words)
+    assert (jobs.look(job_id).state, jobs.look(job_id).exit_code) == ("failed", 3)
+    slurm_job.main(words)  # begins without the earlier end
+
+
+def test_a_job_that_was_cancelled_in_the_queue_is_known_later() -> None:
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    command("squeue", "[ -e scancel.log ] && echo 'CANCELLED|None|N/A' || echo 'PENDING|None|N/A'")
+    command("scancel", "")
+    assert jobs.stop(job_id).state == "cancelled"
+    command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert jobs.look(job_id).state == "cancelled"
+
+
+def test_stopping_a_job_fails_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    command("scancel", TIMES_OUT)
+    with pytest.raises(CloudError, match="Socket timed out"):
+        jobs.stop(job_id)
+
+
+def test_output_is_read_up_to_the_last_whole_letter(folder: Path) -> None:
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    output = folder / "jobs" / job_id / "output.log"
+    output.write_bytes("läuft ö".encode()[:-1])
+    assert jobs.log(job_id) == "läuft "
+
+
+def test_the_users_format_of_times_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    command(
+        "scontrol",
+        '[ "$SLURM_TIME_FORMAT" = standard ] && echo "EndTime=2099-01-02T03:04:05" || echo "EndTime=03:04:05"',
+    )
+    assert deadline("7") == time.mktime((2099, 1, 2, 3, 4, 5, 0, 0, -1)) - slurm_job.SPARE_S
+
+
+def test_folders_beside_and_below_an_environment_are_the_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, below = f"{sys.prefix}-experiments", f"{sys.prefix}/code"
+    monkeypatch.setattr(sys, "path", [beside, below, os.path.dirname(pytest.__path__[0])])
+    command("squeue", connects_at(1, otherwise=":"))
+    assert allocation_for(profile(), (1, 1)) is not None
+    [file] = folder.glob("jobs/pool_*/job.sbatch")
+    assert f"export PYTHONPATH={beside}:{below}\n" in file.read_text()
