@@ -152,7 +152,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         worker_replaced: Whether its cancellation cost the worker. False: it stopped, and the worker
             continues. True: it did not stop in time, and its worker was killed and replaced. None:
             not known yet, or it was not cancelled while it ran.
-        peak_memory_bytes: The most memory of its (first) GPU that its worker had while it ran
+        peak_memory_bytes: The worker's peak memory on its (first) GPU while the task ran
             [bytes]; None before its end, or without one.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """

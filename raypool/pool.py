@@ -31,6 +31,7 @@ from raypool.channel.feed import MetricsReport, as_html
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import TransferBytes
+from raypool.channel.users_code import check_not_importing
 from raypool.core.messages import CancelRequested
 from raypool.engine.engine import (
     Engine,
@@ -398,8 +399,8 @@ class PoolView(concurrent.futures.Executor):
                 errors, but no values and times.
             init: The first operand of `reduce`; None begins with the first value.
             cost: How long each item will take, roughly and in any unit: a number for each, or a
-                function of the item. The most expensive items go first, so that no long one begins
-                when the others are done. It needs a list of items.
+                function of the item. The most expensive items go first, so that no long one
+                starts when the others are nearly done. It needs a list of items.
             max_workers: Use at most this many workers; 0 runs serially in this process.
             chunk_size: Send this many items in a call, however long they take. None: by measured
                 time.
@@ -432,8 +433,8 @@ class PoolView(concurrent.futures.Executor):
                 `MetricsReport`, in the thread that called `parfor` and in order for each item. The
                 workers do not wait for it. What it raises ends the loop, and is raised here.
             on_end: Called with the `Results` when the loop has ended, also if `parfor` raises; then
-                they have the items until then. Or the URL of a webhook, such as Slack's: it gets a
-                JSON object by POST, with `text` (a sentence), `label`, `state` ("finished",
+                they hold the items that ended before. Or the URL of a webhook, such as Slack's: it
+                gets a JSON object by POST, with `text` (a sentence), `label`, `state` ("finished",
                 "failed", or "cancelled" by Ctrl-C), the numbers `items`, `finished` and `failed`,
                 `duration_s` [s], `run_dir`, and the first `error` in a line, and has 10 s to
                 answer. If this fails, a warning is logged, and the loop ends as it would have.
@@ -548,7 +549,7 @@ class PoolView(concurrent.futures.Executor):
         space: Mapping[str, Any],
         *,
         metric: str | None = None,
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["max", "min"] | None = None,
         num_trials: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         stop: Halving | Population | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
@@ -578,7 +579,9 @@ class PoolView(concurrent.futures.Executor):
             space: By name, a range or a choice (`raypool.search`, or an Optuna distribution),
                 or a plain value for all trials.
             metric: The name of the score. None: `fn` returns it.
-            mode: "max" if more is better, else "min".
+            mode: "max" if more is better, else "min". None: the direction of `study`; without one,
+                as the name of the metric says ("val_loss": "min", "accuracy": "max"); "max" if
+                `fn` returns the score.
             num_trials: The number of trials, including those of earlier calls in `run_dir`. Leave
                 it out with a population, which has a size.
             run_dir: Save each trial in this folder, also Optuna's study ("study.log"). The same
@@ -603,7 +606,7 @@ class PoolView(concurrent.futures.Executor):
             name: As for `parfor`.
             on_report: As for `parfor`.
             on_end: As for `parfor`; a function gets the `SearchResults`.
-            loggers: As for `parfor`; a trial ends there when it is complete, pruned or failed.
+            loggers: As for `parfor`; for them a trial ends when it is complete, pruned or failed.
             watch: As for `parfor`.
             workers_per_trial: Train each trial on this many workers at once, as `train` does in the
                 warm lane: `fn` is a loop for Ray Train, the reports of rank 0 are those of the
@@ -611,8 +614,9 @@ class PoolView(concurrent.futures.Executor):
 
         Raises:
             ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
-            InvalidValueError: The first trial has no score; the study has another direction;
-                `stop=halving(...)` or `stop=population(...)` lacks `run_dir`.
+            InvalidValueError: The first trial has no score; `mode` is missing, and the name of the
+                metric does not say it; the study has another direction; `stop=halving(...)` or
+                `stop=population(...)` lacks `run_dir`.
             Exception: The exception of the first trial, if all trials failed.
             ResourceError: There are fewer workers than `workers_per_trial`.
             JournalError: As for `parfor`.
@@ -1744,6 +1748,7 @@ def open_pool(
             changes.get(name, getattr(given, name)) for name in ("setup", "teardown")
         )
         return ParallelPool(serial_engine(setup=setup, teardown=teardown))
+    check_not_importing()
     settings = resolve_profile(profile, changes)
     least, most = settings.sized(*asked)
     started = time.monotonic()

@@ -651,8 +651,8 @@ class Results(Sequence[T_co]):
             column: A column of `to_frame`, or a key of a column of dicts, as in the report:
                 "acc.val".
             mode: Whether the smallest ("min") or the largest number ("max") is the best. None:
-                "min" if a word of the column's name is loss or error, "max" if one is accuracy
-                (acc) or score.
+                "min" if a word of the column's name is loss, error, mse, rmse, mae or perplexity,
+                "max" if one is accuracy (acc), auc or score.
 
         Raises:
             InvalidValueError: There is no such column, no finished item has a finite number in it,
@@ -820,8 +820,8 @@ def direction(column: str) -> Literal["min", "max"]:
         ('min', 'max', 'max')
     """
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", column)}
-    is_small = not words.isdisjoint({"loss", "error"})
-    is_large = not words.isdisjoint({"accuracy", "acc", "score"})
+    is_small = not words.isdisjoint({"loss", "error", "mse", "rmse", "mae", "perplexity"})
+    is_large = not words.isdisjoint({"accuracy", "acc", "auc", "score"})
     # scikit-learn's neg_log_loss is the better the larger it is
     if is_small == is_large or "neg" in words:
         raise InvalidValueError(

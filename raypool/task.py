@@ -140,9 +140,9 @@ class CurrentTask:
         """The item's own folder for checkpoints, which exists: the next attempt finds its files.
 
         In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)`
-        it is there instead. If that is a URL, this is a local copy, which `save_checkpoint` and the
-        end of the item upload. Without either it is a temporary folder of the machine, deleted with
-        the pool; outside a pool, one of this process.
+        it is at that location. If that is a URL, this is a local copy, which `save_checkpoint` and
+        the end of the item upload. Without either it is a temporary folder of the machine, deleted
+        with the pool; outside a pool, one of this process.
 
         Raises:
             InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.errors import InvalidValueError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -40,6 +42,33 @@ PATCHERS = frozenset({"IPython.extensions.deduperreload.deduperreload", "jurigge
 CONSTANTS = (int, float, complex, str, bytes)
 
 PYC_HEADER_BYTES = 16
+
+
+_imported_for_function = ""  # the name of what is being imported
+
+
+@contextlib.contextmanager
+def importing(name: str) -> Iterator[None]:
+    """Import a user's script or module to find a function: no pool may be opened meanwhile."""
+    global _imported_for_function
+    _imported_for_function = name
+    try:
+        yield
+    finally:
+        _imported_for_function = ""
+
+
+def check_not_importing() -> None:
+    """Make sure that no script opens a pool while raypool imports it: its loops would run again.
+
+    Raises:
+        InvalidValueError: One does.
+    """
+    if _imported_for_function:
+        raise InvalidValueError(
+            f"{_imported_for_function} opens a pool while raypool imports it to find a function."
+            ' Put the lines that open the pool below `if __name__ == "__main__":`.'
+        )
 
 
 def is_users(module: str | None) -> bool:

@@ -282,11 +282,11 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
 def validate(files: tuple[Path, ...], trust: bool) -> None:
     """Check files of clusters and training jobs before anything is billed.
 
-    Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay, or the
-    config.yaml of a training job. Reports all mistakes with their line numbers (exit status 2), and
-    warns of machines, GPUs and zones that raypool's catalogues do not have: they carry a date, and
-    your machines may be newer. The Kubernetes that kubectl reaches checks files for KubeRay
-    (kubectl apply --dry-run=server). No cloud is contacted, and nothing is created.
+    Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay or
+    SkyPilot, or the config.yaml of a training job. Reports all mistakes with their line numbers
+    (exit status 2), and warns of machines, GPUs and zones that raypool's catalogues do not have:
+    they carry a date, and your machines may be newer. The Kubernetes that kubectl reaches checks
+    files for KubeRay (kubectl apply --dry-run=server). No cloud is contacted, and nothing is created.
     """
     problems = []
     for file in files:
@@ -326,7 +326,7 @@ FILE = click.argument(
 @cluster.command()
 @FILE
 def harden(file: Path) -> None:
-    """Secure FILE (default: cluster.yaml), any file for Ray's launcher.
+    """Secure FILE (default: cluster.yaml), which may be any file for Ray's launcher.
 
     Adds a token to each command that starts Ray, binds the dashboard to localhost, and lets Ray
     notice a lost machine within 8 s. Comments and everything else stay as they are. Prints the

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from raypool.channel.users_code import importing
 from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, did_you_mean
 
 Config = dict[str, Any]
@@ -300,7 +301,8 @@ def _module(name: str) -> ModuleType:
     """Import a module by its name."""
     _look_in(Path.cwd())
     try:
-        module = importlib.import_module(name)
+        with importing(name):
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, error) from error
@@ -350,7 +352,8 @@ def _file(path: Path) -> ModuleType:
     if path.parent != Path.cwd() and str(path.parent) not in others:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(path.parent), *filter(None, others)])
     try:
-        module = importlib.import_module(path.stem)
+        with importing(path.name):
+            module = importlib.import_module(path.stem)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

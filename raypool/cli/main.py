@@ -70,7 +70,7 @@ main.add_command(export)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
+    help="Number of workers. Default: one per GPU; without a GPU, one per physical core.",
 )
 @click.option(
     "--profile", default="local", show_default=True, help="Where to run: local, threads or inline."
@@ -165,9 +165,10 @@ def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a saved run again, in this process.
 
     ITEM is an item's number in the table of `raypool show RUN_DIR`, or its key: the name of its
-    folder in RUN_DIR/items, or the beginning of that name. Digits alone are a number. The function
-    is imported by name, with its current code. Nothing in RUN_DIR changes. Prints the return value
-    (exit status 0), or the traceback of the exception (exit status 1).
+    folder in RUN_DIR/items, or the beginning of that name. Only digits: an item number. The
+    function is imported by name, with its current code; a script must open its pool below
+    `if __name__ == "__main__":`. Nothing in RUN_DIR changes. Prints the return value (exit status
+    0), or the traceback of the exception (exit status 1).
     """
     from raypool.journal.replay import replaying
 

@@ -52,9 +52,7 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
 @click.option(
     "--mode",
     type=click.Choice(["max", "min"]),
-    default="max",
-    show_default=True,
-    help="Whether a higher or a lower score is better.",
+    help='Whether a higher or a lower score is better; default: by its name, such as "val_loss".',
 )
 @click.option(
     "--halving",

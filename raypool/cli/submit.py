@@ -92,7 +92,10 @@ def _settings() -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "--use-chief-in-tf-config": (
             "useChiefInTfConfig",
-            {"type": bool, "help": "Set TF_CONFIG for the script, with this name of the master."},
+            {
+                "type": bool,
+                "help": "Set TF_CONFIG for the script; the master is its chief.",
+            },
         ),
     }
     for flag, role in ROLES.items():
@@ -106,7 +109,7 @@ def _settings() -> dict[str, tuple[str, dict[str, Any]]]:
         told = {"metavar": "count=N,type=KIND", "callback": _accelerator}
         told["help"] = f"GPUs per {name}."
         options[f"--{flag}-accelerator"] = f"{role}Config.acceleratorConfig", told
-        told = {"help": f"Docker image that the {name}s run; one for all machines."}
+        told = {"help": f"Docker image that the {name}s run; the same on all machines."}
         options[f"--{flag}-image-uri"] = f"{role}Config.imageUri", told
     return options
 
@@ -194,7 +197,8 @@ def submit(context: click.Context, /, **given: Any) -> None:
 
     Everything is checked before anything is created (exit status 2). Then a cluster is created on
     Google Cloud. The script starts on its head node when all machines are running, its output is
-    shown here, and the cluster is deleted when the script ends.
+    shown here, and the cluster is deleted when the script ends. With --profile the job runs on the
+    cluster of a profile, with --slurm in a job of Slurm.
     """
     from raypool.cluster.training_jobs import run_on, run_on_own, run_on_slurm
 

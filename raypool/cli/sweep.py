@@ -94,7 +94,7 @@ def run_options(item: str, seeds: str) -> Callable[[Command], Command]:
         click.option(
             "--workers",
             type=click.IntRange(min=1),
-            help="Number of workers. Default: one per GPU; without a GPU, one per core.",
+            help="Number of workers. Default: one per GPU; without a GPU, one per physical core.",
         ),
         click.option(
             "--profile",

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from raypool.channel.users_code import generators_of
+from raypool.channel.users_code import generators_of, importing
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.fingerprints import changes, source_of
@@ -203,7 +203,10 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
         fn = load(read_file(path, path.stat().st_size, bytes.fromhex(source.digest)))
     else:
         try:
-            module = _script(source) if source.is_script else importlib.import_module(source.module)
+            with importing(source.file or source.module):
+                module = (
+                    _script(source) if source.is_script else importlib.import_module(source.module)
+                )
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

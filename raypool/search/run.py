@@ -51,7 +51,7 @@ from raypool.parallel_for import (
     raise_if_failed,
     watched,
 )
-from raypool.results import Results, best_first
+from raypool.results import Results, best_first, direction
 from raypool.search import Halving, Population, Until
 from raypool.search.parts import TrialPart, epochs_of, run_part
 from raypool.search.resume import has_gone_on, has_paused, place, replay
@@ -183,7 +183,7 @@ class SearchOptions(NamedTuple):
     """The arguments of `PoolView.search`, except for the function and the space."""
 
     metric: str | None
-    mode: Literal["max", "min"]
+    mode: Any
     num_trials: Any
     run_dir: Any
     stop: Any
@@ -213,7 +213,7 @@ class SearchOptions(NamedTuple):
         return self.stop if isinstance(self.stop, optuna.pruners.BasePruner) else None
 
     def checked(self) -> SearchOptions:
-        """Return them with plain counts.
+        """Return them with a definite mode, and plain counts.
 
         Raises:
             InvalidTypeError, InvalidValueError: One of them is wrong.
@@ -224,8 +224,13 @@ class SearchOptions(NamedTuple):
         check_on_end(self.on_end)
         check_loggers(self.loggers)
         check_seconds("cancel_grace_s", self.cancel_grace_s)
-        if self.mode not in ("max", "min"):
-            raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
+        mode = self.mode
+        if mode is None and self.study is not None:
+            mode = "min" if self.study.directions[0].name == "MINIMIZE" else "max"
+        elif mode is None:
+            mode = "max" if self.metric is None else direction(self.metric)
+        if mode not in ("max", "min"):
+            raise InvalidValueError(f"mode={mode!r} must be 'max' or 'min'.")
         if self.stop_when is not None and not isinstance(self.stop_when, Until):
             raise InvalidTypeError(
                 f"stop_when={self.stop_when!r} must be made by search.until(...)."
@@ -244,6 +249,7 @@ class SearchOptions(NamedTuple):
                 )
             num_trials = self.stop.size
         return self._replace(
+            mode=mode,
             num_trials=checked_count("num_trials", num_trials, least=1),
             seed=optional_count("seed", self.seed, least=0),
             max_in_flight=optional_count("max_in_flight", self.max_in_flight, least=1),

@@ -291,7 +291,7 @@ def test_a_population_beats_every_fixed_configuration(
     pool: ParallelPool, tmp_path: Path, scheme: str
 ) -> None:
     kept = pool.options(checkpoints=f"{scheme}{tmp_path}/kept")
-    found = kept.search(gather, RATES, metric="total", stop=POPULATION, seed=0)
+    found = kept.search(gather, RATES, metric="total", mode="max", stop=POPULATION, seed=0)
     fixed = [sum(gain(10 ** (-i / 50), epoch) for epoch in range(40)) for i in range(51)]
     assert found.best.score > max(fixed)
     frame = found.to_frame().set_index("trial")
@@ -342,6 +342,7 @@ def test_members_continue_while_a_checkpoint_is_copied(
             train,
             {"x": SPACE["x"]},
             metric="total",
+            mode="max",
             stop=search.population(size=4, every=2, max_epochs=6),
             study=study,
             run_dir=tmp_path,
@@ -356,6 +357,7 @@ def test_a_population_is_repeatable_with_one_worker(pool: ParallelPool, tmp_path
             gather,
             RATES,
             metric="total",
+            mode="max",
             stop=POPULATION,
             seed=1,
             max_in_flight=1,
@@ -375,7 +377,14 @@ def test_members_that_fail_leave_a_population(pool: ParallelPool, tmp_path: Path
         return gather(config)
 
     found = pool.search(
-        fragile, RATES, metric="total", stop=POPULATION, seed=1, run_dir=tmp_path, max_in_flight=1
+        fragile,
+        RATES,
+        metric="total",
+        mode="max",
+        stop=POPULATION,
+        seed=1,
+        run_dir=tmp_path,
+        max_in_flight=1,
     )
     assert states(found.study)["FAIL"] == 2
     assert states(found.study)["COMPLETE"] == 6
@@ -391,7 +400,7 @@ def test_a_population_perturbs_as_the_user_says(pool: ParallelPool, tmp_path: Pa
 
     stop = search.population(size=4, every=20, max_epochs=40, perturb=perturb)
     space = {**RATES, "every": 20}
-    arguments: dict[str, Any] = {"metric": "total", "seed": 0, "max_in_flight": 1}
+    arguments: dict[str, Any] = {"metric": "total", "mode": "max", "seed": 0, "max_in_flight": 1}
     found = pool.search(gather, space, stop=stop, run_dir=tmp_path / "ends", **arguments)
     child = found.study.trials[4]
     assert child.params["rate"] in (0.01, 10)
@@ -417,7 +426,7 @@ def test_a_population_needs_checkpoints(pool: ParallelPool, tmp_path: Path) -> N
                 break
 
     with pytest.raises(InvalidValueError, match=r"left no checkpoint after 2 epochs"):
-        pool.search(forgetful, RATES, metric="total", stop=POPULATION, run_dir=tmp_path)
+        pool.search(forgetful, RATES, metric="total", mode="max", stop=POPULATION, run_dir=tmp_path)
 
 
 def test_trials_of_lost_workers_continue_and_are_told_once(marks: Marks, tmp_path: Path) -> None:
@@ -640,15 +649,22 @@ def test_a_sampler_may_end_the_search(pool: ParallelPool) -> None:
     assert found.best.config["x"] == 0.5
 
 
+def test_the_name_of_the_metric_says_what_is_good(pool: ParallelPool) -> None:
+    found = pool.search(
+        lambda config: {"val_loss": config["x"]}, SPACE, metric="val_loss", num_trials=5
+    )
+    assert (found.mode, found.best.score) == ("min", min(found.to_frame()["x"]))
+
+
 def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     study = optuna.create_study(direction="minimize")
     study.enqueue_trial({"x": 0.5, "kind": "b"})
-    found = pool.search(score, SPACE, mode="min", num_trials=4, study=study)
+    found = pool.search(score, SPACE, num_trials=4, study=study)
     assert found.study is study
     assert found.best.score == 0
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
     with pytest.raises(InvalidValueError, match="mode='max' does not fit the study"):
-        pool.search(score, SPACE, num_trials=4, study=study)
+        pool.search(score, SPACE, mode="max", num_trials=4, study=study)
 
 
 def test_a_study_of_the_users_has_other_trials_too(pool: ParallelPool, tmp_path: Path) -> None:
@@ -820,13 +836,22 @@ def test_bad_arguments(pool: ParallelPool) -> None:
             InvalidValueError,
             "A choice cannot store <built-in function len>",
         ),
-        ({"space": SPACE, "metric": "x"}, InvalidValueError, "both the metric and a name"),
-        ({"mode": "best"}, InvalidValueError, "must be 'max' or 'min'"),
-        ({"num_trials": 0}, InvalidValueError, "num_trials"),
-        ({"stop": HALVING, "metric": "y"}, InvalidValueError, r"halving\(\) needs run_dir"),
-        ({"stop": POPULATION, "metric": "y"}, InvalidValueError, r"num_trials=1 does not fit"),
         (
-            {"stop": POPULATION, "metric": "y", "num_trials": None},
+            {"space": SPACE, "metric": "x", "mode": "max"},
+            InvalidValueError,
+            "both the metric and a name",
+        ),
+        ({"mode": "best"}, InvalidValueError, "must be 'max' or 'min'"),
+        ({"metric": "fps"}, InvalidValueError, "does not say whether small or large"),
+        ({"num_trials": 0}, InvalidValueError, "num_trials"),
+        ({"stop": HALVING, "metric": "accuracy"}, InvalidValueError, r"halving\(\) needs run_dir"),
+        (
+            {"stop": POPULATION, "metric": "accuracy"},
+            InvalidValueError,
+            r"num_trials=1 does not fit",
+        ),
+        (
+            {"stop": POPULATION, "metric": "accuracy", "num_trials": None},
             InvalidValueError,
             r"population\(\) needs run_dir",
         ),

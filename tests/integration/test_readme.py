@@ -20,7 +20,7 @@ from tests.documents import blocks_of
 ROOT = Path(__file__).parents[2]
 TOUR = (ROOT / "docs/tour.md").read_text()
 FRONT = {block.heading: block.code for block in blocks_of("README.md", "python")}
-TEN_LINES, RESUME, FIT = FRONT["Ten lines"], FRONT["Resume"], FRONT["One model on all GPUs"]
+TEN_LINES, RESUME, FIT = FRONT["A first program"], FRONT["Resume"], FRONT["One model on all GPUs"]
 CODE = {block.heading: block.code for block in blocks_of("docs/tour.md", "python")}
 SWEEP, DURABLE = CODE["Watch and stop trainings live"], CODE["Resume an interrupted sweep"]
 SPMD, TRAINING, SHARED = (

@@ -106,6 +106,18 @@ def test_an_item_that_is_not_there_is_an_error(swept, item):
     assert "which has the numbers 0 to 3" in done.output
 
 
+def test_a_script_that_opens_a_pool_when_it_is_imported(tmp_path):
+    """Its loop would run once more, in the same folder."""
+    script = tmp_path / "sweep.py"
+    script.write_text(SWEEP.replace('if __name__ == "__main__":', "if True:"))
+    subprocess.run([sys.executable, script], cwd=tmp_path, check=True)
+    before = contents(tmp_path / "run")
+    done = replay(tmp_path / "run", 0)
+    assert done.exit_code == 2
+    assert "sweep.py opens a pool while raypool imports it" in " ".join(done.output.split())
+    assert contents(tmp_path / "run") == before
+
+
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     assert "There is no run in" in replay(tmp_path, 0).output
     assert replay(tmp_path / "missing", 0).exit_code == 2

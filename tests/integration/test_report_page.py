@@ -427,7 +427,14 @@ def test_the_page_of_a_search_has_its_best_so_far_and_marks_pruned_trials(
     stop = lambda metrics: metrics["quality"] < 0.5  # noqa: E731
     with parpool(2, profile="threads", quiet=True) as pool:
         found = pool.search(
-            searched, space, metric="quality", num_trials=12, seed=1, stop=stop, run_dir=tmp_path
+            searched,
+            space,
+            metric="quality",
+            mode="max",
+            num_trials=12,
+            seed=1,
+            stop=stop,
+            run_dir=tmp_path,
         )
     num_pruned = int((found.to_frame()["state"] == "pruned").sum())
     assert 0 < num_pruned < 12
@@ -525,6 +532,7 @@ def test_the_page_of_a_population_shows_who_took_over_from_whom(
             train,
             {"x": search.uniform(0, 1)},
             metric="quality",
+            mode="max",
             stop=stop,
             seed=0,
             run_dir=tmp_path,

@@ -33,7 +33,7 @@ from tests.documents import DOCUMENTS, ROOT, Block, all_blocks, blocks_of, comma
 from tests.turns import FIRST, LAST, TAKE_TURNS
 
 README = {
-    "Ten lines": "tests/integration/test_readme.py::test_the_ten_lines_at_a_prompt",
+    "A first program": "tests/integration/test_readme.py::test_the_ten_lines_at_a_prompt",
     "Resume": "tests/integration/test_readme.py::test_resume_and_fit",
     "One model on all GPUs": "tests/integration/test_readme.py::test_resume_and_fit",
 }
