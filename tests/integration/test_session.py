@@ -403,11 +403,13 @@ def test_a_cluster_at_an_address_is_used_and_left(
 
 def test_fetched_arrays_stay_as_they_are(run_python: Run) -> None:
     """Also where their memory was that of another Ray's store, or of an object in a full one; and
-    where the cluster's store goes on, and uses that memory for others.
+    where the cluster's store goes on, and uses that memory for others, after raypool or the user
+    has connected to it.
     """
     code = """
     import numpy as np
-    from raypool import parpool
+    import ray
+    from raypool import parpool, wait
     from raypool.backends.ray.session import ENVIRONMENT, make_token, without_helpers
 
     def fetch(pool, number):
@@ -432,14 +434,30 @@ def test_fetched_arrays_stay_as_they_are(run_python: Run) -> None:
     with parpool(1, address=cluster.address, quiet=True) as pool:
         for number in range(19, 29):
             fetched += content(fetch(pool, number))
+    ray.init(address=cluster.address, log_to_driver=False)
+    with parpool(1, quiet=True) as pool:
+        held.append(fetch(pool, 29))
+    with parpool(1, quiet=True) as pool:
+        held.append(fetch(pool, 30))
+        address = held[-1].__array_interface__["data"][0]
+        spans = [line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "plasma" in line]
+        is_mapped = any(int(start, 16) <= address < int(stop.split()[0], 16) for start, stop, *_ in spans)
+        unread = pool.parfeval(np.full, 2_000_000, 31)
+        wait([unread])
+    ray.shutdown()
+    with parpool(1, address=cluster.address, quiet=True) as pool:
+        for number in range(32, 42):
+            fetched += content(fetch(pool, number))
+    held.append(unread.result())
     cluster.shutdown()
-    print(json.dumps({"fetched": fetched, "held": [content(array) for array in held]}))
+    print(json.dumps({"fetched": fetched, "held": [content(array) for array in held], "is_mapped": is_mapped}))
     """
 
     facts, _ = session(run_python, code, PYTHONWARNINGS="ignore")
 
-    assert facts["held"] == [[number] for number in range(3, 9)]
-    assert facts["fetched"] == [1, 2, *range(9, 29)]
+    assert facts["held"] == [[number] for number in [*range(3, 9), *range(29, 32)]]
+    assert facts["fetched"] == [1, 2, *range(9, 29), *range(32, 42)]
+    assert facts["is_mapped"]
 
 
 def test_no_ray_at_the_address(run_python: Run) -> None:

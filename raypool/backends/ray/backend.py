@@ -33,6 +33,7 @@ from raypool.backends.ray.packing import (
     MessageValues,
     StoredValues,
     bring_home,
+    map_again,
     unpack_narrowed,
     unpack_results,
 )
@@ -99,6 +100,7 @@ class RayBackend:
         self._hub = hub
         self._traffic = traffic
         hub.on_early = self._on_early
+        map_again()
         self._placement = Placement(profile)
         self.may_move, self.demands = self._placement.may_move, self._placement.demands
         self._slots: dict[int, Slot] = {}

@@ -459,6 +459,12 @@ def bring_home(stays: bool) -> None:
             values.get()
 
 
+def map_again() -> None:
+    """Map values of the object store again: a pool uses it, although another has left it."""
+    with _looking:
+        _store.is_left = False
+
+
 class StoredValues:
     """Large values of a call: they stay in Ray's object store until they are read.
 

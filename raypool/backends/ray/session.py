@@ -45,6 +45,11 @@ GIVE_UP_S = 5.0
 BRING_HOME_S = 60.0
 """How long to try to fetch values from a Ray that is about to end [s]."""
 
+NOT_HOME = (
+    "Not all results could be copied out of Ray's object store within %g s. Once Ray is shut down,"
+    " the others are lost, or may change. Save large results before the pool closes."
+)
+
 SHUTDOWN_S = 20.0
 """How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
@@ -319,8 +324,8 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
     """End Ray if it was started here and nobody uses it any more.
 
     Args:
-        before_end: Called before Ray is ended, while nobody can join; told whether the object
-            store stays.
+        before_end: Called before Ray is ended, or left to its user, while nobody can join; told
+            whether the object store stays.
         joined: The `connection` that was joined; nothing is done if that has ended meanwhile.
     """
     global _users
@@ -330,17 +335,23 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
                 _release_allocation()
             return
         _users -= 1
-        if _users <= 0 and is_ours():
-            processes = _wake()
-            try:
-                _within(BRING_HOME_S, functools.partial(before_end, _files is None))
-            finally:
+        if _users > 0:
+            return
+        is_own, processes = is_ours(), _wake()
+        try:
+            # also before the user shuts a Ray of their own down
+            if is_own or _client() is None:
+                stays = not is_own or _files is None
+                if _within(BRING_HOME_S, functools.partial(before_end, stays)).is_alive():
+                    logger.error(NOT_HOME, BRING_HOME_S)
+        finally:
+            if is_own:
                 _end(processes)
                 _release_allocation()
-        elif _users <= 0:
-            from raypool.backends.ray import client as outside
+            else:
+                from raypool.backends.ray import client as outside
 
-            outside.leave()
+                outside.leave()
 
 
 def _end(processes: Sequence[int]) -> None:
