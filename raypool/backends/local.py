@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.channel.capture import listening
@@ -382,8 +382,6 @@ class InlineBackend:
         # no slice of a task that Ctrl-C has ended begins, even if it was dealt out before
         if any(part.task_id in self._interrupted for part in parts):
             return [RawResult(part.start) for part in parts]
-        if ctrl_c.take():  # it came just before: the first item ends by it
-            here = here._replace(functions=lambda _: _interrupt)
         raw = run_parts(attempt_id, parts, here)
         self._interrupted.extend(
             part.task_id
@@ -407,10 +405,6 @@ class InlineBackend:
         if self._exchange is not None:
             self._exchange.close()
         self._temporary.remove()
-
-
-def _interrupt(*_: Any, **__: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def result_of(raw: RawResult) -> SliceResult:

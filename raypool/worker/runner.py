@@ -290,6 +290,8 @@ def _run_items(
 @ctrl_c.enters
 def _call(fn: Callable[[Any], Any], item: Any) -> Any:
     __tracebackhide__ = True
+    if ctrl_c.is_due and ctrl_c.take():  # it came before the item, and ends it
+        raise KeyboardInterrupt
     value = fn(item)
     return _run(value) if type(value) is CoroutineType else value
 

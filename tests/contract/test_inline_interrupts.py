@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import queue
+import random
 import signal
 import sys
 from array import array
@@ -217,6 +218,24 @@ def test_wherever_it_comes_the_pool_still_works(pool: ParallelPool) -> None:
         assert pool.submit(abs, -1).result(300) == 1
     assert len(seen) > 100
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_while_an_item_is_seeded_it_ends_that_item(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    numbers, seed = itertools.count(), random.seed
+
+    def press(value: Any) -> None:
+        if next(numbers) == 1:
+            signal.raise_signal(signal.SIGINT)
+        seed(value)
+
+    monkeypatch.setattr(random, "seed", press)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(begun.append, range(6), seed=0, chunk_size=6)
+    assert begun == [0]
+    assert list(caught.value.results.to_frame()["status"]).count("finished") == 1
 
 
 def test_in_a_setup_it_ends_the_pool() -> None:
