@@ -451,6 +451,7 @@ class QueueOwner:
         self._capacity = math.inf if maxsize is None or keeps_latest else maxsize
         self._num_taken = 0
         self._putters: deque[_Putter] = deque()
+        self._untold: list[_Putter] = []  # those of other processes that have an outcome
         self._listeners: list[Listener] = []
         # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the
         # lock. And a thread may be interrupted while it takes the lock: unlike a condition, a plain
@@ -513,7 +514,7 @@ class QueueOwner:
         with self._lock:
             self._enqueue(putter)
             outcome = putter.outcome
-        # outside the lock, as in `_tell`: it is a callback
+        # outside the lock, as in `_let_in`: it is a callback
         if outcome is not None:
             answer(outcome)
 
@@ -531,36 +532,69 @@ class QueueOwner:
     def take(self, timeout_s: float | None) -> Any:
         """Return the oldest entry."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                if self._listeners:
-                    raise InvalidValueError(
-                        "get() cannot be called while the queue has listeners, which get every"
-                        " value. Remove them first."
-                    )
-                if self.values:
-                    entry, admitted = self._pop()
-                    break
-                if self.is_closed and not self._is_closing:
-                    raise QueueClosedError("The queue was closed, and everything in it was read.")
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"Nothing was put into the queue within {timeout_s:g} s.")
-                self._filled.wait(min(left_s, 10 * LOOK_AGAIN_S))
-        _tell(admitted)
+        entry, is_out = None, False
+        try:
+            with self._lock:
+                while not self.values or self._listeners:
+                    if self._listeners:
+                        raise InvalidValueError(
+                            "get() cannot be called while the queue has listeners, which get every"
+                            " value. Remove them first."
+                        )
+                    if self.is_closed and not self._is_closing:
+                        raise QueueClosedError(
+                            "The queue was closed, and everything in it was read."
+                        )
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError(
+                            f"Nothing was put into the queue within {timeout_s:g} s."
+                        )
+                    self._filled.wait(min(left_s, 10 * LOOK_AGAIN_S))
+                # Python looks for signals after a call: none arrives between these two lines
+                entry, is_out = self.values[0], True
+                self.values.popleft()
+                self._num_taken += 1
+            self._let_in()
+        except BaseException:  # Ctrl-C, or the task was cancelled
+            self._let_in()
+            if is_out:
+                self._put_back(entry)
+            raise
         return entry
 
-    def _pop(self) -> tuple[Any, list[_Putter]]:
-        """Return the oldest entry, and the putters whose values now have room."""
-        entry = self.values.popleft()
-        self._num_taken += 1
-        admitted: list[_Putter] = []
-        while self._putters and len(self.values) < self._capacity:
-            putter = self._putters.popleft()
-            self.values.append(putter.entry)
-            putter.settle(TAKEN)
-            admitted.append(putter)
-        return entry, admitted
+    def _put_back(self, entry: Any) -> None:
+        with self._lock:
+            if len(self.values) != self.values.maxlen:
+                self.values.appendleft(entry)
+                self._filled.notify()
+
+    def _let_in(self) -> None:
+        """Let in those for whom there is room, and reject all once the queue is closed.
+
+        If it is interrupted, the next call goes on: a worker that is not told waits forever.
+        """
+        with self._lock:
+            while self._putters:
+                putter = self._putters[0]
+                if putter.outcome is None:
+                    if self.is_closed:
+                        putter.outcome = CLOSED
+                    elif len(self.values) < self._capacity:
+                        putter.outcome = TAKEN  # no signal arrives between this and the next line
+                        self.values.append(putter.entry)
+                    else:
+                        break
+                if putter.answer is not None:
+                    self._untold.append(putter)
+                elif putter.bell.locked():
+                    putter.bell.release()
+                self._putters.popleft()
+        for putter in list(self._untold):
+            if putter.answer is not None and putter.outcome is not None:
+                putter.answer(putter.outcome)
+            with contextlib.suppress(ValueError):  # another thread has told it too
+                self._untold.remove(putter)
 
     # --- listeners --------------------------------------------------------------------------------
 
@@ -609,8 +643,9 @@ class QueueOwner:
                     return
                 self._is_handing_out = True
                 listeners = tuple(self._listeners)
-                entry, admitted = self._pop()
-            _tell(admitted)
+                entry = self.values.popleft()
+                self._num_taken += 1
+            self._let_in()
             self._hand_over(entry, listeners)
             del entry
 
@@ -627,10 +662,7 @@ class QueueOwner:
                 is_had = True
                 listener.call(value)
         if not is_had:  # they were removed in this instant: the value waits for others
-            with self._lock:
-                if len(self.values) != self.values.maxlen:
-                    self.values.appendleft(entry)
-                    self._filled.notify()
+            self._put_back(entry)
 
     # --- close ------------------------------------------------------------------------------------
 
@@ -646,13 +678,17 @@ class QueueOwner:
 
     def close(self) -> None:
         """Close it; return when all values have arrived, and the listeners have received them."""
-        with self._lock:
-            is_first = not self.is_closed
-            self.is_closed = True
-            self._is_closing |= is_first
-            rejected = self._reject(CLOSED)
+        is_first = False
         try:
-            _tell(rejected)
+            try:
+                with self._lock:
+                    is_first = not self.is_closed
+                    self.is_closed = True
+                    self._is_closing |= is_first
+                self._let_in()
+            except BaseException:
+                self._let_in()
+                raise
             if is_first and self.has_travelled:
                 for source in tuple(sources):
                     # then nothing more comes from there
@@ -671,29 +707,8 @@ class QueueOwner:
 
     def abandon(self) -> None:
         """Release those who wait for room in other processes: the queue is forgotten."""
-        with self._lock:
-            rejected = self._reject(TAKEN)
-        _tell(rejected)
-
-    def _reject(self, outcome: str) -> list[_Putter]:
-        rejected = list(self._putters)
-        self._putters.clear()
-        for putter in rejected:
-            putter.settle(outcome)
-        return rejected
-
-
-def _tell(putters: list[_Putter]) -> None:
-    def tell() -> None:
-        for putter in putters:
-            if putter.answer is not None and putter.outcome is not None:
-                putter.answer(putter.outcome)
-
-    try:
-        tell()
-    except BaseException:  # Ctrl-C, say: workers that hear nothing would wait forever
-        tell()
-        raise
+        self._capacity = math.inf
+        self._let_in()
 
 
 def closed_error() -> QueueClosedError:
