@@ -330,6 +330,23 @@ def test_what_was_lost_is_made_up_for_when_a_node_comes(eventually: Any, caplog:
     assert told.news() == [], "it grew beyond what it had"
 
 
+def test_nobody_reads_the_size_while_it_is_about_to_grow(eventually: Any) -> None:
+    is_kept: list[bool] = []
+    land = Land("a", "b")
+    watch = NodeWatch(
+        land,
+        lambda event, _: type(event) is ResizeRequested and is_kept.append(watch._growing.locked()),
+        GRACE_S,
+    )
+    watch.check()
+    del land.alive["b"]
+    watch.check()
+    land.alive["c"], land.room = "host-c", ["c"]
+    watch.check()
+    assert eventually(lambda: is_kept)
+    assert is_kept == [True]
+
+
 def test_who_sets_the_size_is_content_with_it(eventually: Any) -> None:
     land = Land("a", "b", "b")
     watch, told = watch_over(land)

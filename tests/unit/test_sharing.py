@@ -23,6 +23,7 @@ from raypool.backends.ray.card_sharing import TRIES_ALONE, SharedGpus
 from raypool.backends.ray.node_agent import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
+from raypool.errors import ResourceError
 from raypool.gpus.sharing import (
     CONTEXT_BYTES,
     MARGIN,
@@ -391,10 +392,19 @@ def test_it_grows_again_when_the_large_item_is_long_ago() -> None:
 def test_a_size_that_the_user_has_set_stays() -> None:
     """`resize` is the last word, but for items that do not fit."""
     play = Play()
-    play.cards.settle()
-    for number in range(5):
+    with play.cards.sizing():  # which lasts until the workers are up
+        play.run(0, 1)
+    for number in range(1, 5):
         play.run(number, 1)
     assert play.told == []
+
+
+def test_a_size_that_could_not_be_had_changes_nothing() -> None:
+    play = Play()
+    with pytest.raises(ResourceError), play.cards.sizing():
+        raise ResourceError("there is no room", requested=3, available=1, holders=())
+    play.run(0, 3)
+    assert [len(event.add) for event in play.told] == [1]
 
 
 def test_places_that_cannot_be_had_are_not_tried_for_ever() -> None:

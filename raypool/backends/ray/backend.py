@@ -167,10 +167,9 @@ class RayBackend:
     @contextlib.contextmanager
     def sizing(self) -> Iterator[None]:
         """Keep the pool's size as it is set meanwhile."""
-        with self._nodes.sizing():
+        cards = contextlib.nullcontext() if self._cards is None else self._cards.sizing()
+        with self._nodes.sizing(), cards:
             yield
-            if self._cards is not None:
-                self._cards.settle()
 
     def look(self) -> Nodes:
         """Return the nodes of the cluster."""

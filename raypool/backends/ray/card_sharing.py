@@ -7,12 +7,13 @@ worker's side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.backends.base import Post
@@ -167,10 +168,19 @@ class SharedGpus:
 
     # --- places -----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Note that the user has set the pool's size: it no longer grows automatically."""
-        self._is_settled = True
-        self._num_gone = 0
+    @contextlib.contextmanager
+    def sizing(self) -> Iterator[None]:
+        """Let the user set the pool's size: from now on, unless that fails, it stays as it is."""
+        with self._lock:
+            was_settled, num_gone = self._is_settled, self._num_gone
+            self._is_settled, self._num_gone = True, 0
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._is_settled = was_settled
+                self._num_gone += num_gone
+            raise
 
     def regain(self, most: int, claim: Callable[[int], list[int]]) -> list[int]:
         """Claim as many GPUs as were lost with machines, whatever the number of their workers."""

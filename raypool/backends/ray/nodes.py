@@ -303,9 +303,10 @@ class NodeWatch:
                     return
                 places = self._backend.grow(owed)
                 self._num_made_up += len(places)
-            if not places:
-                return
-            self._post(ResizeRequested(add=tuple(places)), None)
+                if not places:
+                    return
+                # before somebody reads the size, to set it
+                self._post(ResizeRequested(add=tuple(places)), None)
             where = self._backend.places()
             nodes = [node for place in places if (node := where.get(place)) is not None]
             names = dict.fromkeys(self._names.get(node, node[:8]) for node in nodes)
