@@ -37,6 +37,7 @@ from raypool.worker.running import (
     PLAIN,
     Say,
     TaskContext,
+    is_cancelled,
     is_interrupt,
     item_seed,
     running,
@@ -736,7 +737,6 @@ def finished(value: Any) -> Any:
 def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
     import asyncio  # imported late: most programs do not need it
 
-    note = running.get()
     tasks: list[asyncio.Task[Any]] = []
     is_over = threading.Event()
     try:
@@ -756,8 +756,7 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
                     with contextlib.suppress(RuntimeError):  # its loop has ended
                         task.get_loop().call_soon_threadsafe(task.cancel)
     except BaseException as error:
-        interrupts = None if note is None else note.interrupts
-        if interrupts is None or not interrupts.is_cancelled or isinstance(error, TaskCancelled):
+        if isinstance(error, TaskCancelled) or not is_cancelled():
             raise
         raise TaskCancelled from error  # asyncio has turned it into an error of its own
 

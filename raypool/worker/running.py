@@ -141,13 +141,17 @@ def notes_here() -> Iterator[TaskContext]:
         note = note.outer
 
 
+def is_cancelled() -> bool:
+    """Whether the task that runs here, or one around it, was cancelled."""
+    return any(
+        note.interrupts is not None and note.interrupts.is_cancelled for note in notes_here()
+    )
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether it ends all that runs inline in this thread: Ctrl-C, or a cancellation around it."""
     return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, TaskCancelled)
-        and any(
-            note.interrupts is not None and note.interrupts.is_cancelled for note in notes_here()
-        )
+        isinstance(error, TaskCancelled) and is_cancelled()
     )
 
 

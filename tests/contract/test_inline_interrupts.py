@@ -328,10 +328,25 @@ def _one_by_one(pool: ParallelPool, fn: Callable[[int], Any]) -> None:
             pool.spmd(lambda _, item=item: fn(item))
 
 
+def _as_coroutine(fn: Callable[[int], Any]) -> Callable[[int], Any]:
+    async def work(item: int) -> Any:
+        async def step() -> Any:
+            return fn(item)
+
+        async with asyncio.TaskGroup() as group:
+            done = group.create_task(step())
+        return done.result()
+
+    return work
+
+
 INSIDE: dict[str, Callable[[ParallelPool, Callable[[int], Any], Path], object]] = {
     "parfor": lambda pool, fn, folder: pool.parfor(fn, range(6), run_dir=folder),
     "parfor that collects errors": lambda pool, fn, folder: pool.parfor(
         fn, iter(range(6)), on_error="collect", run_dir=folder
+    ),
+    "parfor of coroutines": lambda pool, fn, folder: pool.parfor(
+        _as_coroutine(fn), range(6), on_error="collect", run_dir=folder
     ),
     "parfeval": lambda pool, fn, _: [pool.parfeval(fn, item) for item in range(6)],
     "spmd": lambda pool, fn, _: _one_by_one(pool, fn),
