@@ -165,18 +165,22 @@ def uninterruptible(note: TaskContext | None) -> Iterator[None]:
     """Call something that must not be interrupted; a cancellation meanwhile arrives at its end.
 
     Raises:
-        TaskCancelled: The task was cancelled meanwhile.
+        TaskCancelled: The task, or one around it, was cancelled meanwhile.
     """
-    # in another thread than the task's nothing is interrupted
-    is_its_thread = note is not None and threading.get_ident() == note.thread_id
-    interrupts = note.interrupts if note is not None and is_its_thread else None
-    if interrupts is None or not interrupts.pause():
-        yield
-        return
+    paused: list[Interrupts] = []
     try:
+        # The innermost first: a cancellation of a task around it may arrive between two.
+        while note is not None:
+            # in another thread than the task's nothing is interrupted
+            is_its_thread = note.thread_id == threading.get_ident()
+            if is_its_thread and note.interrupts is not None and note.interrupts.pause():
+                paused.append(note.interrupts)
+            note = note.outer
         yield
     finally:
-        interrupts.resume()
+        with contextlib.ExitStack() as resumed:  # the outermost first, each whatever it raises
+            for interrupts in paused:
+                resumed.callback(interrupts.resume)
 
 
 def let_notes_travel() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import queue
 import random
 import signal
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,3 +381,33 @@ def test_a_cancellation_of_the_task_around_it_ends_it_too(verb: str, tmp_path: P
         kept = raypool.load_results(tmp_path / "run").to_frame()
         assert list(kept["status"]).count("finished") == INTERRUPTED
         assert "failed" not in set(kept["status"])
+
+
+def test_a_checkpoint_is_saved_whole_although_the_task_around_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_saving, may_go_on, sync = threading.Event(), threading.Event(), os.fsync
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait_and_sync(descriptor: int) -> None:
+        is_saving.set()
+        assert may_go_on.wait(300)
+        sync(descriptor)
+
+    def task() -> None:
+        try:
+            with parpool(quiet=True) as serial:
+                serial.parfeval(raypool.save_checkpoint, {"epoch": 3}, tmp_path / "model.pt")
+            ends.put("it went on")
+        finally:
+            ends.put("it has ended")
+
+    monkeypatch.setattr(os, "fsync", wait_and_sync)
+    with parpool(2, profile="threads", quiet=True, cancel_grace_s=300) as threads:
+        job = threads.parfeval(task)
+        assert is_saving.wait(300)
+        job.cancel()
+        assert threads.parfeval(abs, -1).result(300) == 1  # the driver has passed both on
+        may_go_on.set()
+        assert ends.get(timeout=300) == "it has ended"
+    assert raypool.load_checkpoint(tmp_path / "model.pt") == {"epoch": 3}
