@@ -437,6 +437,7 @@ class ThreadsBackend(InlineBackend):
         super().__init__(profile, post, say, default_workers)
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
+        self._ended: list[tuple[WorkerInfo, ThreadGuard, threading.Thread]] = []  # see `_forget`
         self._seeding = threading.Lock()  # held by the item whose seed the random generators have
         # by attempt: they give up workers that do not stop
         self._graces: dict[int, list[threading.Timer]] = {}
@@ -457,22 +458,32 @@ class ThreadsBackend(InlineBackend):
         calls.put(lambda: self._set_up(worker_id, info, setups))
 
     def _forget(self, worker_id: int) -> None:
-        """End a thread, and cancel what it runs; wait for its teardown if it is free."""
+        """End a thread, and cancel what it runs; wait for its teardown if it is free.
+
+        While the pool closes, `close` does the waiting: a worker may wait for another.
+        """
         worker, guard = self._workers.pop(worker_id), self._guards.pop(worker_id)
         calls, thread = self._calls.pop(worker_id), self._threads.pop(worker_id)
         del self._early[worker_id]
         guard.give_up()
         calls.put(lambda: self._tear_down(worker_id, worker))
         calls.put(None)
-        if self._profile.teardown is not None and guard.is_free:
-            thread.join(TEARDOWN_TIMEOUT_S)
-            if thread.is_alive():
-                logger.warning(
-                    "The teardown of worker %d did not end within %g s; raypool no longer waits"
-                    " for it.",
-                    worker.index,
-                    TEARDOWN_TIMEOUT_S,
-                )
+        if self.is_ending:
+            self._ended.append((worker, guard, thread))
+        elif guard.is_free:
+            self._wait_for_teardown(worker, thread)
+
+    def _wait_for_teardown(self, worker: WorkerInfo, thread: threading.Thread) -> None:
+        if self._profile.teardown is None:
+            return
+        thread.join(TEARDOWN_TIMEOUT_S)
+        if thread.is_alive():
+            logger.warning(
+                "The teardown of worker %d did not end within %g s; raypool no longer waits for"
+                " it.",
+                worker.index,
+                TEARDOWN_TIMEOUT_S,
+            )
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Interrupt a thread, and give it up if that has not helped in time."""
@@ -528,11 +539,19 @@ class ThreadsBackend(InlineBackend):
     def close(self) -> None:
         """Forget all workers, the store and temporary files."""
         self._watch.close()
-        workers = [(thread, self._guards[worker_id]) for worker_id, thread in self._threads.items()]
+        self.is_ending = True
+        for worker_id in list(self._workers):
+            self._forget(worker_id)
+        busy = []
+        for worker, guard, thread in self._ended:
+            if guard.is_free:
+                self._wait_for_teardown(worker, thread)
+            else:
+                busy.append((guard, thread))
         super().close()
         give_up_at = time.monotonic() + END_TIMEOUT_S
         # a daemon thread in native code can abort the process when the interpreter shuts down
-        for thread, guard in workers:
+        for guard, thread in busy:
             is_free = guard.is_free
             thread.join(TEARDOWN_TIMEOUT_S if is_free else max(0.0, give_up_at - time.monotonic()))
 

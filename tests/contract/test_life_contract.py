@@ -4,13 +4,15 @@ kind of pool.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -193,6 +195,31 @@ def test_closing_cancels_running_calls_and_drops_waiting_ones(
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert eventually(lambda: marks.all() == ["begun", "teardown"])
+
+
+@pytest.mark.threads
+def test_closing_waits_for_no_worker_that_waits_for_another(
+    make_pool: Any, gate: Any, marks: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Items with a seed take turns."""
+
+    def run(_: int) -> None:
+        if current_task().worker == 1:
+            marks.add("begun")
+            gate.wait()
+
+    def loop() -> None:
+        with contextlib.suppress(CancelledError):
+            pool.parfor(run, itertools.count(), seed=0, chunk_size=1)
+
+    pool = make_pool(2, teardown=lambda: marks.add("teardown"))
+    looping = threading.Thread(target=loop)
+    looping.start()
+    assert eventually(lambda: marks.count("begun") == 1)
+    pool.delete()
+    looping.join(300)
+    assert eventually(lambda: marks.all() == ["begun", "teardown", "teardown"])
+    assert caplog.text == ""
 
 
 @pytest.mark.concurrent
