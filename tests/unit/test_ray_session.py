@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from raypool.backends.ray import claims, session
 from raypool.backends.ray.claims import Claim, locate
+from raypool.worker.folders import hold
 
 
 class JoinedError(Exception):
@@ -47,6 +50,19 @@ def test_a_pool_that_is_opened_while_a_dead_ray_is_left_waits_for_that(
     finally:
         someone_waits.set()
         leaving.join()
+
+
+def test_the_files_of_a_ray_that_somebody_else_has_shut_down_go_with_its_last_pool(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "session"
+    held = hold(folder)
+    monkeypatch.setattr(session, "_files", (folder, held))
+    monkeypatch.setattr(session, "_is_initialized", lambda: False)
+    session.leave_ray(pytest.fail, "the connection that was")
+    assert not folder.exists()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held)
 
 
 def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

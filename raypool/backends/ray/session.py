@@ -333,6 +333,7 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
         if joined is not None and (not _is_initialized() or joined != connection()):
             if not _is_initialized():
                 _release_allocation()
+                _remove_files()
             return
         _users -= 1
         if _users > 0:
@@ -356,10 +357,16 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
 
 def _end(processes: Sequence[int]) -> None:
     """Shut our own connection down, and Ray if it was started here, and remove its files."""
-    global _ours, _files
+    global _ours
     _shut_down(processes)
     _ours = None
     _ended.set()
+    _remove_files()
+
+
+def _remove_files() -> None:
+    """Remove the folder of a Ray of our own that has ended, whoever has ended it."""
+    global _files
     if _files is not None:
         (folder, held), _files = _files, None
         for _ in range(TRIES):  # a process that still ends may write into it
@@ -605,7 +612,8 @@ def _connect(
     shipped: dict[str, Any],
 ) -> None:
     global _files, _forks_workers
-    _files, _forks_workers = None, fork_client.SERVER in os.environ
+    _remove_files()
+    _forks_workers = fork_client.SERVER in os.environ
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if shipped:
         options["runtime_env"] = dict(shipped)  # Ray puts an address in the place of the folder
