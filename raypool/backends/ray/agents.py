@@ -342,7 +342,6 @@ class Agents:
     def _on_mail(self, agent: Any, mail: Any) -> None:
         # that was all; or it is gone, or Ray is
         if mail is None or isinstance(mail, BaseException):
-            self._silent.release()
             self._replace(agent)
             return
 
@@ -371,10 +370,11 @@ class Agents:
     def _replace(self, lost: Any) -> None:
         """Start another agent for one that was killed; its values, such as the store, are lost."""
         with self._making:
-            # none, at the end of the pool
             nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]
             for node_id in nodes:
                 del self._agents[node_id]
+        if not nodes:  # the pool ends, and `close` waits for it
+            self._silent.release()
         for node_id in nodes:  # whether the node goes too, the next looks at the nodes will show
             self._later_by(2 * LOOK_S, functools.partial(self._attach_again, node_id))
 
@@ -464,9 +464,9 @@ class Agents:
                 for agent in agents:
                     agent.finish.remote()
                 deadline = time.monotonic() + FINISH_TIMEOUT_S
-                for agent in agents:
+                for _ in agents:  # all, before one is killed: any of them may be the first
                     self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
-                    kill([agent])
+                kill(agents)
         finally:
             self._chores.put(None)
 
