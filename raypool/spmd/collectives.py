@@ -355,9 +355,9 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
         try:
             received = _receive_beside(group, src, from_gpu)
         except SerializationError:  # the other rank gets its message all the same
-            group.transport.finish(works)
+            group.finish(works, dst)
             raise
-        group.transport.finish(works)
+        group.finish(works, dst)
         return received
 
 

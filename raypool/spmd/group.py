@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -181,6 +181,13 @@ class Group:
                 raise
         # not in a `finally`: the report of any other error says where the rank was
         self.at_hand = None
+
+    def finish(self, works: Sequence[Any], dst: int | None) -> None:
+        """Wait, within an operation, until another rank has received messages."""
+        assert self.at_hand is not None
+        self.at_hand, self._since = self.at_hand._replace(peer=dst), time.time()
+        self._looks = self._seen_ended = 0
+        self.transport.finish(works)
 
     @contextmanager
     def _in(self, what: str) -> Iterator[None]:

@@ -410,6 +410,44 @@ def test_a_rank_that_ends_without_a_message_is_found_out(
     assert str(results[1]).startswith("Rank 0 has ended, and rank 1 waits for it in ")
 
 
+def test_an_exchange_with_two_ranks_watches_the_one_that_it_waits_for(
+    trio: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the one that sends to it, which may end then, and at last the one that it sends to."""
+    monkeypatch.setattr(group_module, "LOOK_AGAIN_S", 0.05)
+    wait, seen, may_come = group_module.Group._still_waiting, [], threading.Event()
+
+    def waits(group: group_module.Group, waited_s: float) -> None:
+        if group.rank == 1 and group._has_ended(0):
+            seen.append(waited_s)
+        if len(seen) > 2 * group_module.LOOKS:
+            may_come.set()
+        try:
+            wait(group, waited_s)
+        except CollectiveError:
+            may_come.set()
+            raise
+
+    def chain(ctx: SpmdContext) -> Any:
+        if ctx.rank == 2:
+            assert may_come.wait(300)
+        right, left = (1, 2, None)[ctx.rank], (None, 0, 1)[ctx.rank]
+        return ctx.send_receive(ctx.rank, dst=right, src=left)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_module.Group, "_still_waiting", waits)
+        assert trio.well(chain) == [None, 0, 1]
+
+    def nobody_receives(ctx: SpmdContext) -> None:
+        if ctx.rank == 1:
+            ctx.send_receive(1, dst=2, src=0)
+        elif ctx.rank == 0:
+            ctx.send(0, dst=1)
+            ctx.barrier()
+
+    assert trio.run(nobody_receives)[1].missing == (2,)
+
+
 def test_ranks_that_are_none(trio: Crew) -> None:
     def body(ctx: SpmdContext) -> None:
         for call in (ctx.reduce, ctx.broadcast, ctx.gather, ctx.scatter, ctx.send):
