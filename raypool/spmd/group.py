@@ -256,9 +256,15 @@ class Group:
         if self.world is None or not isinstance(self.transport, GlooTransport) or not progress():
             yield
             return
-        limit_s = self.assignment.mismatch_timeout_s
+        place = self.assignment
         watch = RankWatch(
-            self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place
+            place.rank,
+            place.world_size,
+            self.store,
+            self._num_calls,
+            place.mismatch_timeout_s,
+            self._moves,
+            self._place,
         )
         is_over = threading.Event()
         threading.Thread(
@@ -280,6 +286,10 @@ class Group:
                     if watch.is_stuck and self.at_hand is None and not self._is_ending:
                         close_world(self.world)
                     return
+
+    def _moves(self) -> str:
+        # torch's record alone has no messages
+        return f"{self._count} {self._is_ending} {self.at_hand} {progress()}"
 
     def _place(self) -> Whereabouts:
         at_hand = AtHand(ENDED, 0, None) if self._is_ending else self.at_hand

@@ -5,12 +5,17 @@ is slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from raypool.spmd import group as group_module
 from raypool.spmd import watch as watch_module
+from raypool.spmd.group import Assignment, Group
+from raypool.spmd.transport import NoTransport
 from raypool.spmd.watch import ENDED, Begun, RankWatch, Whereabouts
+from raypool.spmd.wire import Packer
 
 WORLD = (0, 1, 2)
 
@@ -169,3 +174,37 @@ def test_ranks_that_move_on_are_forgotten(warnings: list[str]) -> None:
         ]
         assert [watch.look(float(now)) for watch in watches] == [None, None]
     assert not warnings
+
+
+@pytest.mark.parametrize("is_deadlock", [False, True])
+def test_messages_are_moves_too(
+    is_deadlock: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for a message. It arrives, rank 0 computes, and the sender ends, which torch's
+    record shows. Or the other rank comes to wait for a message of rank 0's.
+    """
+    record = ""
+    monkeypatch.setattr(group_module, "progress", lambda: record)
+    monkeypatch.setattr(group_module, "begun_collectives", lambda since: {})
+    store = Store()
+    groups = [
+        Group(Assignment(rank, 2, rank, 2, 1, True, True, "k"), NoTransport(), Packer(b""))
+        for rank in (0, 1)
+    ]
+    watches = [
+        RankWatch(rank, 2, store, 1, 60.0, group._moves, group._place)
+        for rank, group in enumerate(groups)
+    ]
+    verdicts = []
+    with ExitStack() as waits, ExitStack() as receives:
+        receives.enter_context(groups[0].operation("receive", 1))
+        for now in range(0, 200, 5):
+            if now == 20 and is_deadlock:
+                waits.enter_context(groups[1].operation("receive", 0))
+            elif now == 20:
+                receives.close()
+                groups[1]._is_ending = True
+            for rank, watch in enumerate(watches):
+                record = "the end" if groups[rank]._is_ending else "the beginning"
+                verdicts.append(watch.look(float(now)))
+    assert any(verdicts) is bool(warnings) is is_deadlock
