@@ -130,6 +130,7 @@ class Group:
             if not self._has_world():
                 self.make_world()
             return
+        self.transport.call = self._num_calls
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
             own = int(self._has_world()), _torch_groups().group_count if has_process else 0

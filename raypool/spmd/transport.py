@@ -30,7 +30,7 @@ FOR_EVER = timedelta(days=300)
 ranks that cannot meet, and the call's own limit is for slow ranks."""
 
 HEAD_TAG, DATA_TAG, SEVER_TAG = 1, 2, 3
-"""Messages with one tag from one rank to another arrive in order."""
+"""Messages with one tag from one rank to another arrive in order; each call has its own tags."""
 
 Post = tuple["torch.Tensor", int]
 """A tensor, and the rank that it goes to or comes from."""
@@ -87,6 +87,7 @@ class GlooTransport:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
         self._world_size = world_size
+        self.call = 0  # its number
         self.waiting: Callable[[float], None] = lambda waited_s: None
         _open.add(self)
 
@@ -128,6 +129,7 @@ class GlooTransport:
 
     def post(self, sends: Sequence[Post], receives: Sequence[Post], tag: int) -> list[Any]:
         """Begin to send and to receive; return what `finish` waits for."""
+        tag += 4 * self.call  # a message given up in one call must not meet one of the next
         works = [self._gloo.recv([x], src, tag) for x, src in receives]
         return works + [self._gloo.send([x], dst, tag) for x, dst in sends]
 

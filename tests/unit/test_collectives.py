@@ -40,21 +40,20 @@ class Crew:
         self._exchange = exchange
         self._number = 0
 
-    def run(self, fn: Callable[[SpmdContext], Any]) -> list[Any]:
-        """Call the function on all ranks; return what it returns, or its exception, in rank
-        order.
+    def run(self, *fns: Callable[[SpmdContext], Any]) -> list[Any]:
+        """Call functions on all ranks, in one group; return what the last one returns, or an
+        exception, in rank order.
         """
         self._number += 1
         results: list[Any] = [None] * self.size
 
         def rank_does(rank: int) -> None:
+            place = Assignment(rank, self.size, rank, self.size, self._number, True, False, "k")
             try:
-                group = join(
-                    Assignment(rank, self.size, rank, self.size, self._number, True, False, "k"),
-                    self._exchange,
-                )
-                results[rank] = fn(SpmdContext(group))
-                group.end()
+                for fn in fns:
+                    group = join(place, self._exchange)
+                    results[rank] = fn(SpmdContext(group))
+                    group.end()
             except BaseException as error:
                 results[rank] = error
             finally:
@@ -68,9 +67,9 @@ class Crew:
             assert not thread.is_alive(), "ranks wait for ever"
         return results
 
-    def well(self, fn: Callable[[SpmdContext], Any]) -> list[Any]:
+    def well(self, *fns: Callable[[SpmdContext], Any]) -> list[Any]:
         """Do the same where nothing may go wrong."""
-        results = self.run(fn)
+        results = self.run(*fns)
         for error in sorted(
             (result for result in results if isinstance(result, BaseException)), key=is_disconnect
         ):
@@ -446,6 +445,29 @@ def test_an_exchange_with_two_ranks_watches_the_one_that_it_waits_for(
             ctx.barrier()
 
     assert trio.run(nobody_receives)[1].missing == (2,)
+
+
+def test_a_message_that_was_given_up_does_not_meet_one_of_the_next_call(
+    trio: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "LOOK_AGAIN_S", 0.05)
+
+    def give_up(ctx: SpmdContext) -> None:
+        if ctx.rank == 0:
+            with pytest.raises(CollectiveError, match="has ended"):
+                ctx.receive(src=1)
+            with pytest.raises(CollectiveError, match="has ended"):
+                ctx.send("stale", dst=2)
+
+    def exchange(ctx: SpmdContext) -> Any:
+        if ctx.rank == 2:
+            return ctx.receive(src=0)
+        if ctx.rank == 1:
+            return [ctx.send(text, dst=0) for text in "ab"]
+        ctx.send("fresh", dst=2)
+        return ctx.receive(src=1), ctx.receive(src=1)
+
+    assert trio.well(give_up, exchange) == [("a", "b"), [None, None], "fresh"]
 
 
 def test_ranks_that_are_none(trio: Crew) -> None:
