@@ -86,23 +86,38 @@ def _reduced(group: Group, x: Any, op: Op, dst: int | None = None) -> Any:
     own = x if is_tensor(x) else torch.from_numpy(copy_of(x))
     part = whole(own)
     transport, here = transport_for(group, part, is_on_gpu=own.device.type == "cuda")
-    memory, native = here, "sum" if op == "mean" else op
-    if here.dtype == torch.bool:  # as NumPy has it: a sum is "or", a product is "and"
-        memory, native = here.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
-    elif here.is_complex():
-        memory = torch.view_as_real(here)
-    if memory.numel() and dst is None:
-        transport.all_reduce(memory, native)
-    elif memory.numel() and dst is not None:
-        transport.reduce(memory, dst, native)
+    if here.numel():
+        reduce: Callable[..., None] = transport.all_reduce
+        if dst is not None:
+            reduce = functools.partial(transport.reduce, dst=dst)
+        _reduce_memory(reduce, here, op, group.world_size)
     if here is not part:
         part.copy_(here)
-    if op == "mean":
-        part /= group.world_size
     if part is not own and part.data_ptr() != own.data_ptr():
         with torch.no_grad():
             own.copy_(part)
     return x if is_tensor(x) else own.numpy()
+
+
+def _reduce_memory(reduce: Callable[..., None], x: Any, op: str, world_size: int) -> None:
+    """Reduce a tensor in place, to what NumPy has."""
+    import torch
+
+    if x.dtype == torch.bool:  # a sum is "or", a product is "and"
+        reduce(x.view(torch.uint8), op={"sum": "max", "product": "min"}.get(op, op))
+    elif op in ("min", "max") and x.is_floating_point():
+        is_nan = x.isnan().view(torch.uint8)
+        reduce(x, op=op)  # may drop NaN
+        reduce(is_nan, op="max")
+        x[is_nan.bool()] = torch.nan
+    elif op == "mean" and x.dtype == torch.float16:  # whose greatest number a sum may exceed
+        wide = x.float()
+        reduce(wide, op="sum")
+        x.copy_(wide / world_size)
+    else:
+        reduce(torch.view_as_real(x) if x.is_complex() else x, op="sum" if op == "mean" else op)
+        if op == "mean":
+            x /= world_size
 
 
 def _is_native(header: Header, op: Op) -> bool:
@@ -147,15 +162,18 @@ def _fold(values: Sequence[Any], op: Op, world_size: int) -> Any:
     if not isinstance(op, str):
         return functools.reduce(op, values)
     combine: Callable[[Any, Any], Any] = OPS[op]
-    if op in ("min", "max"):  # Python's own compare tensors and arrays as a whole
-        if is_tensor(values[0]):
-            import torch
+    if is_tensor(values[0]):  # Python's own min and max compare tensors and arrays as a whole
+        import torch
 
-            combine = torch.minimum if op == "min" else torch.maximum
-        elif is_array(values[0]):
-            import numpy as np
+        combine = {"min": torch.minimum, "max": torch.maximum}.get(op, combine)
+        if op == "mean" and values[0].dtype == torch.float16:
+            return torch.stack(tuple(values)).mean(0, dtype=torch.float32).half()
+    elif is_array(values[0]):
+        import numpy as np
 
-            combine = np.minimum if op == "min" else np.maximum
+        combine = {"min": np.minimum, "max": np.maximum}.get(op, combine)
+        if op == "mean" and values[0].dtype == np.float16:
+            return np.mean(values, axis=0)  # adds float16 as float32
     result = functools.reduce(combine, values)
     return result / world_size if op == "mean" else result
 

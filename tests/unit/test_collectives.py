@@ -248,6 +248,26 @@ def test_reductions_are_those_of_numpy(
             assert result is None if which % 2 and rank != 1 else same(result, np.asarray(expected))
 
 
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_the_minimum_and_maximum_with_nan_are_nan(limit: None, trio: Crew, op: str) -> None:
+    parts = torch.arange(1000.0).remainder(7).repeat(3, 1)
+    parts[:, :9].fill_diagonal_(torch.nan, wrap=True)
+    expected = parts.amin(0) if op == "min" else parts.amax(0)
+    assert 0 < expected.isnan().sum() < 1000
+
+    def body(ctx: SpmdContext) -> None:
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            own = parts[ctx.rank].to(dtype)
+            results = [ctx.all_reduce(own.clone(), op), ctx.reduce(own.clone(), 1, op)]
+            if dtype != torch.bfloat16:  # NumPy has none
+                results.append(torch.from_numpy(ctx.all_reduce(own.numpy(), op)))
+            for result in results:
+                if result is not None:
+                    torch.testing.assert_close(result, expected.to(dtype), equal_nan=True)
+
+    trio.well(body)
+
+
 def test_means(limit: None, workers: Crew) -> None:
     mean = (workers.size + 1) / 2
 
@@ -259,6 +279,9 @@ def test_means(limit: None, workers: Crew) -> None:
             ctx.all_reduce(np.full(2, own, "float32"), "mean"),
             ctx.all_reduce(own, "mean"),
             ctx.all_reduce(torch.full((2,), complex(own, own)), "mean"),
+            # whose sum no float16 can hold
+            ctx.all_reduce(torch.full((2,), 60_000.0).half(), "mean"),
+            ctx.all_reduce(np.full(2, 60_000.0, "float16"), "mean"),
         ]
 
     pair = torch.full((2,), complex(mean, mean))
@@ -267,7 +290,15 @@ def test_means(limit: None, workers: Crew) -> None:
             map(
                 same,
                 results,
-                [torch.full((2,), mean), np.full(2, mean), np.full(2, mean, "float32"), mean, pair],
+                [
+                    torch.full((2,), mean),
+                    np.full(2, mean),
+                    np.full(2, mean, "float32"),
+                    mean,
+                    pair,
+                    torch.full((2,), 60_000.0).half(),
+                    np.full(2, 60_000.0, "float16"),
+                ],
             )
         )
 
