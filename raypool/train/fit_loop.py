@@ -126,7 +126,8 @@ class RankTraining:
         batches = self._source.batches(order, pieces)
         for number in range(done + 1, division.steps + 1):
             chosen = [next(batches) for _ in range(division.accumulate)]
-            self._learner.iterate(self._progress.step, chosen)
+            # not `progress.step`: earlier steps may have had other mini-batches
+            self._learner.iterate(epoch * division.steps + number - 1, chosen)
             self._progress = self._progress._replace(
                 step=self._progress.step + 1, epoch_steps=number
             )

@@ -253,13 +253,16 @@ def test_it_goes_on_from_a_checkpoint(
 
 @pytest.mark.parametrize("size", [6, 24])
 def test_it_goes_on_with_other_mini_batches(pool: ParallelPool, tmp_path: Any, size: int) -> None:
-    """Each epoch that is left is a whole one."""
-    kept = RunOptions(run_dir=tmp_path)
-    assert fit(pool, run_options=kept).metrics["step"] == 2 * 4 - 1
-    rest = fit(pool, run_options=kept, mini_batch_size=size, max_epochs=4).metrics_frame
+    """Each epoch that is left is a whole one, with the learning rates that it would have had."""
+    kept, changes = RunOptions(run_dir=tmp_path), {"schedule": "linear", "max_epochs": 4}
+    stop = {"output_fn": lambda metrics: metrics["epoch"] == 1}
+    assert fit(pool, run_options=kept, **changes, **stop).metrics["step"] == 2 * 4 - 1
+    rest = fit(pool, run_options=kept, mini_batch_size=size, **changes).metrics_frame
     steps = 50 // size
     assert rest["step"].tolist() == [8 + steps - 1, 8 + 2 * steps - 1]
     assert (rest["loss"] > 0).all()
+    whole = fit(pool, mini_batch_size=size, **changes).metrics_frame
+    assert rest["learning_rate"].tolist() == whole["learning_rate"].tolist()[2:]
 
 
 def test_ray_train_ends_its_own_workers_on_a_machine_that_is_about_to_go(
