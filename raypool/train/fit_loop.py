@@ -138,8 +138,12 @@ class RankTraining:
                 return True
         return self._end_epoch(epoch)
 
-    def _has_left(self) -> bool:
-        """Keep a checkpoint if any rank's machine is about to go; return whether it was."""
+    def _has_left(self, is_kept: bool = False) -> bool:
+        """Keep a checkpoint, unless it is kept, if any rank's machine is about to go.
+
+        Returns:
+            Whether the training is to end here.
+        """
         if self._progress.step < self._look_step:
             return False
         step = self._progress.step
@@ -152,7 +156,8 @@ class RankTraining:
         self._looked_at, self._looked_step = time.perf_counter(), step
         if info is None or self._has_saved:
             return False
-        self._report_state({}, self._state())
+        if not is_kept:
+            self._report_state({}, self._state())
         self._has_saved = True
         note = note_here()
         if note is None or not note.has_heard:  # Ray Train's own workers: it ends them itself
@@ -177,15 +182,17 @@ class RankTraining:
                 loss = metrics["validation_loss"] = self._validate()
                 self._judge(loss)
         learner.end_epoch(loss)
+        is_last = is_last or self._has_no_patience_left()
         # from a loss of nan nothing could go on
         every = None if self._is_lost else options.checkpoint_every
-        if every is not None and (is_last or done % every == 0 or self._has_no_patience_left()):
+        if every is not None and (is_last or done % every == 0):
             state = self._state()
-        is_to_end = self._report(metrics, state)
-        if is_to_end and every is not None and state is None:
+        if not self._report(metrics, state):
+            return not is_last and self._has_left(is_kept=state is not None)
+        if every is not None and state is None:
             # lets the run resume from here; metrics were reported
             self._report_state({}, self._state())
-        return is_to_end
+        return True
 
     def _state(self) -> dict[str, Any]:
         self._learner.settle()

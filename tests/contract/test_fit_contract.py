@@ -24,6 +24,7 @@ from raypool import ParallelPool, parpool, report
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, TrainingError
 from raypool.train.runs import RunOptions
 from raypool.train.training_options import TrainingOptions
+from raypool.worker.running import note_here
 
 pytestmark = pytest.mark.semantics
 
@@ -272,6 +273,26 @@ def test_ray_train_ends_its_own_workers_on_a_machine_that_is_about_to_go(
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: "soon")
     result = fit(pool)
     assert (result.ended_by, result.values[0]["epochs"]) == ("max_epochs", 2)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_machine_that_is_about_to_go_is_noticed_with_one_step_per_epoch(
+    pool: ParallelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    changes = {"mini_batch_size": 50, "max_epochs": 4}
+    whole, notes = fit(pool, **changes), iter([False, True])
+
+    def look() -> Any:
+        note_here().has_heard = is_going = next(notes, False)
+        return "soon" if is_going else None
+
+    monkeypatch.setattr("ray.train.get_preemption_info", look)
+    monkeypatch.setattr("raypool.train.fit_loop.LOOK_S", 0)  # at each step
+    kept = RunOptions(run_dir=tmp_path)
+    result = fit(pool, run_options=kept, checkpoint_every=every, **changes)
+    assert result.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
+    assert result.metrics_frame["attempt"].tolist() == [1, 1, 2, 2]
+    assert_same(result.model, whole.model)
 
 
 @pytest.mark.semantics
