@@ -39,9 +39,6 @@ from raypool.worker.running import note_here
 LOOK_S = 1.0  # each check waits for the device
 """The interval at which ranks check for machines about to go [s]."""
 
-PREEMPTED = "preempted"
-"""The end of an attempt that kept a checkpoint, to resume on another machine."""
-
 LOST = "loss is nan"
 """The end of a training whose loss is NaN."""
 
@@ -94,8 +91,6 @@ class RankTraining:
                 self._reason = "patience"
             if self._reason != "max_epochs" or self._train_epoch(epoch):
                 break
-        if self._reason == PREEMPTED:
-            return {}  # not used: the next attempt resumes from the checkpoint
         self._learner.settle()
         progress, dropped = self._progress, self._job.division.dropped
         end: dict[str, Any] = {
@@ -162,7 +157,8 @@ class RankTraining:
         note = note_here()
         if note is None or not note.has_heard:  # Ray Train's own workers: it ends them itself
             return False
-        self._reason = PREEMPTED
+        # this end counts only after such a request: else the ranks are run again elsewhere
+        self._reason = "request_stop"
         return True
 
     # --- end of an epoch --------------------------------------------------------------------------

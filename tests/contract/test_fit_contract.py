@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -293,6 +294,28 @@ def test_a_machine_that_is_about_to_go_is_noticed_with_one_step_per_epoch(
     assert result.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
     assert result.metrics_frame["attempt"].tolist() == [1, 1, 2, 2]
     assert_same(result.model, whole.model)
+
+
+@pytest.mark.threads
+def test_a_stop_and_a_machine_that_is_about_to_go_in_one_epoch(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    runs: queue.Queue[Any] = queue.Queue()
+
+    def look() -> Any:
+        note = note_here()
+        runs.get(timeout=WAIT_S).request_stop()
+        assert eventually(lambda: note.should_stop, WAIT_S)
+        note.has_heard = True
+        return "soon"
+
+    monkeypatch.setattr("ray.train.get_preemption_info", look)
+    with parpool(1, profile="threads", quiet=True) as pool:
+        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options())
+        runs.put(run)
+        result = run.result(WAIT_S)
+    assert (result.ended_by, result.values[0]["steps"], run.attempts) == ("request_stop", 1, 1)
+    assert result.model is not None
 
 
 @pytest.mark.semantics
