@@ -467,7 +467,9 @@ class CheckpointCommit:
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:
             return None, self._disk_fault(error, "a checkpoint")
-        if plan.best_metric not in {None, *_plain(metrics)} and not self._has_warned:
+        # one without any metric is only to resume from
+        is_rated = not metrics or plan.best_metric in {None, *_plain(metrics)}
+        if not is_rated and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s was reported without best_metric=%r.%s No checkpoint is deleted until one has"

@@ -985,9 +985,11 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
 
     def _check_rated(self, checkpoint: Any, metrics: dict[str, Any]) -> None:
         """Refuse a checkpoint without the metric by which the best are kept."""
-        # Ray Train would delete it, and the metric's name may be misspelled
+        # Ray Train would delete it, and the metric's name may be misspelled; one without any metric
+        # is only to resume from: Ray Train keeps it until the next
         wanted, keep = self._plan.best_metric, self._plan.keep
-        if checkpoint is not None and keep is not None and wanted not in {None, *metrics}:
+        is_unrated = checkpoint is not None and metrics and wanted not in {None, *metrics}
+        if is_unrated and keep is not None:
             raise InvalidValueError(
                 f"A checkpoint was reported without best_metric={wanted!r}."
                 f"{did_you_mean(str(wanted), metrics)} Report it with each checkpoint:"

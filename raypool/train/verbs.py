@@ -84,12 +84,12 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
         raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. {hint}")
     check_progress(progress)
     kept = _checked_run_options(run_options)
-    _check_best_metric(kept.best_metric, options)
     wants_checkpoints = (kept.run_dir, kept.keep_checkpoints, kept.best_metric) != (None,) * 3
     if options.checkpoint_every is None and wants_checkpoints:
         options = replace(options, checkpoint_every=1)
         if kept.keep_checkpoints is None:  # all of them would fill the disk
             kept = replace(kept, keep_checkpoints=1)
+    _check_best_metric(kept, options, lane)
     target, size, only = view._ranks(workers)
     by_number = {worker.index: worker for worker in target._workers()}
     numbers = by_number if only is None else [place for place in only if place in by_number]
@@ -121,16 +121,28 @@ def _checked_run_options(given: Any) -> RunOptions:
     return given or RunOptions()
 
 
-def _check_best_metric(name: str | None, options: TrainingOptions) -> None:
+def _check_best_metric(kept: RunOptions, options: TrainingOptions, lane: str) -> None:
     """Refuse a metric that `fit` does not report: no checkpoint would be the best."""
     from raypool.train.training_options import REPORTED
 
+    name, every, validated = (
+        kept.best_metric,
+        options.checkpoint_every,
+        options.validation_frequency,
+    )
     has_validation = options.validation_data is not None
     known = {*REPORTED, *(["validation_loss"] if has_validation else [])}
     if name is not None and name not in known:
         more = "" if has_validation else " There is validation_loss with validation_data=."
         raise InvalidValueError(
             f"best_metric={name!r} is not reported by fit.{did_you_mean(name, sorted(known))}{more}"
+        )
+    is_rated = name != "validation_loss" or not every or every % validated == 0
+    if lane == "managed" and kept.keep_checkpoints is not None and not is_rated:
+        raise InvalidValueError(
+            f"best_metric='validation_loss' is known every {validated} epochs, but a checkpoint is"
+            f" saved every {every}. With lane='managed' each needs it: set"
+            f" checkpoint_every={validated}, or validation_frequency=1."
         )
 
 

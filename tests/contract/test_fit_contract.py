@@ -298,7 +298,7 @@ def test_a_machine_that_is_about_to_go_is_noticed_with_one_step_per_epoch(
 
 @pytest.mark.threads
 def test_a_stop_and_a_machine_that_is_about_to_go_in_one_epoch(
-    monkeypatch: pytest.MonkeyPatch, eventually: Any
+    monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: Any
 ) -> None:
     runs: queue.Queue[Any] = queue.Queue()
 
@@ -311,11 +311,13 @@ def test_a_stop_and_a_machine_that_is_about_to_go_in_one_epoch(
 
     monkeypatch.setattr("ray.train.get_preemption_info", look)
     with parpool(1, profile="threads", quiet=True) as pool:
-        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options())
+        kept = RunOptions(best_metric="loss")
+        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options(), run_options=kept)
         runs.put(run)
         result = run.result(WAIT_S)
     assert (result.ended_by, result.values[0]["steps"], run.attempts) == ("request_stop", 1, 1)
     assert result.model is not None
+    assert "best_metric" not in caplog.text, "of a checkpoint that is only to resume from"
 
 
 @pytest.mark.semantics
@@ -494,6 +496,12 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     ):
         with pytest.raises(InvalidValueError, match=message):
             pool.fit(make_model, data, mse_loss, run_options=RunOptions(**kept))  # type: ignore[arg-type]
+    rare = options(validation_data=data, validation_frequency=3, checkpoint_every=2)
+    kept_by = RunOptions(keep_checkpoints=2, best_metric="validation_loss")
+    with pytest.raises(
+        InvalidValueError, match="every 3 epochs, but a checkpoint is saved every 2"
+    ):
+        pool.fit(make_model, data, mse_loss, rare, lane="managed", run_options=kept_by)
     with pytest.raises(InvalidTypeError, match="progress must be True"):
         pool.fit(make_model, data, mse_loss, progress=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="model=3"):

@@ -31,6 +31,7 @@ from raypool import parpool
 from raypool.backends.ray.packing import pack_error
 from raypool.channel.records import WorkerInfo
 from raypool.errors import (
+    InvalidValueError,
     LossReason,
     PoolPreemptedError,
     ResourceError,
@@ -43,6 +44,7 @@ from raypool.spmd.call import submit_gang
 from raypool.train import managed
 from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
 from raypool.train.managed import Coordinator, LoanWork, ManagedAttempt, tell_ray
+from raypool.worker.running import TaskContext
 
 # --- the coordinator ------------------------------------------------------------------------------
 
@@ -97,6 +99,24 @@ def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) 
     os.rename(tmp_path / "checkpoint_000001", tmp_path / "gone")
     tell_ray(plan)
     assert len(json.loads(file.read_text())["checkpoint_results"]) == len(list_kept(tmp_path)) == 2
+
+
+def test_a_checkpoint_to_resume_from_needs_no_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as `fit` keeps at a stop; one with others than the best is judged by is refused."""
+    reported: list[Any] = []
+    base = managed._Utils.__mro__[1]
+    monkeypatch.setattr(base, "report", lambda self, *args, **kwargs: reported.append(kwargs))
+    context = types.SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: 2)
+    monkeypatch.setattr(base, "get_context", lambda self: context)
+    monkeypatch.setattr(managed.ray, "get", lambda answer: answer)
+    agree = types.SimpleNamespace(remote=lambda rank, size: (False, []))
+    plan = TrainingAttempt("mine", 1, "/nowhere", keep=1, best_metric="loss")
+    note = TaskContext(1, 1, None, 1, None, "mine", "task", False, lambda *said: True)
+    utils = managed._Utils(types.SimpleNamespace(meet=agree), plan, note)
+    with pytest.raises(InvalidValueError, match="without best_metric='loss'"):
+        utils.report({"los": 1.0}, checkpoint="a checkpoint")
+    utils.report({}, checkpoint="a checkpoint")
+    assert reported == [{"checkpoint": "a checkpoint"}]
 
 
 # --- the workers ----------------------------------------------------------------------------------
