@@ -222,7 +222,7 @@ class RankTraining:
         starts = range(0, share_of(0, num_samples, loads).size, size)  # rank 0 has the most
         counts = [max(min(size, share.size - start), 0) for start in starts]
         # All ranks call the model equally often, as FSDP needs it: one with fewer samples takes
-        # any, with a weight of 0.
+        # any, which does not count.
         pieces = [
             (share.start + start, share.start + start + count) if count else (0, 1)
             for start, count in zip(starts, counts, strict=True)
@@ -234,7 +234,9 @@ class RankTraining:
             order = ordered(self._job.validation, "never", self._options.seed, 0, ranks)
             batches = self._tests.batches(order, pieces)
             for batch, count in zip(batches, counts, strict=True):
-                total += self._learner.loss_of(self._learner.module, batch) * count
+                loss = self._learner.loss_of(self._learner.module, batch)
+                if count:  # 0 * nan is nan
+                    total += loss * count
         self._learner.module.train()
         return ranks.add([total])[0] / num_samples
 

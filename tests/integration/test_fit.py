@@ -335,6 +335,24 @@ def test_the_validation_loss_is_that_of_all_samples(
     assert result.metrics["dropped_samples"] == 2
 
 
+def test_a_sample_that_fills_up_a_validation_does_not_count(
+    pool: ParallelPool, model: nn.Module, data: Any
+) -> None:
+    """Not even one whose loss is infinite if it is alone."""
+    targets = data[1][:5].clone()
+    targets[0] = 100.0
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return mse_loss(outputs, targets) / (targets < 100).any()
+
+    changes = {"validation_data": (data[0][:5], targets), "mini_batch_size": 4, "max_epochs": 1}
+    alone, together = (
+        pool.fit(model, data, loss, options(**changes), workers=count).result(WAIT_S)
+        for count in (1, 2)
+    )
+    assert together.metrics["validation_loss"] == pytest.approx(alone.metrics["validation_loss"])
+
+
 def test_patience_ends_a_training_that_gets_no_better(
     pool: ParallelPool, model: nn.Module, data: Any
 ) -> None:
