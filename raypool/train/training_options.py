@@ -106,8 +106,9 @@ class TrainingOptions:
             `run.metrics`.
         compile: Whether the model is compiled by `torch.compile`.
         report_every: Steps between two reports; at each the training checks whether to stop. There
-            is always one at the end of an epoch; None: only that. Reported are `epoch` and `step`,
-            from 0 on; `loss`, the mean since the last report; `learning_rate`, of the last step;
+            is always one at the end of an epoch; None: only that. A stop within an epoch saves no
+            checkpoint, so a resumed run repeats that epoch. Reported are `epoch` and `step`, from 0
+            on; `loss`, the mean since the last report; `learning_rate`, of the last step;
             `samples_per_s`; after an epoch `dropped_samples`, the number of samples left out, and
             `validation_loss`.
         loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as
