@@ -286,7 +286,8 @@ def validate(files: tuple[Path, ...], trust: bool) -> None:
     SkyPilot, or the config.yaml of a training job. Reports all mistakes with their line numbers
     (exit status 2), and warns of machines, GPUs and zones that raypool's catalogues do not have:
     they carry a date, and your machines may be newer. The Kubernetes that kubectl reaches checks
-    files for KubeRay (kubectl apply --dry-run=server). No cloud is contacted, and nothing is created.
+    files for KubeRay (kubectl apply --dry-run=server). No cloud is contacted, and nothing is
+    created.
     """
     problems = []
     for file in files:
