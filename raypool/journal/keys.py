@@ -17,7 +17,7 @@ import struct
 import sys
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
@@ -134,20 +134,31 @@ def _compound(value: Any, path: str, outer: list[int]) -> bytes:
     for kind, write in _COMPOUND:
         if isinstance(value, kind):
             return write(value, path, outer)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields") and not _has_more(value):
         return _node("namedtuple", _name(type(value)), *_each(value, path, outer))
-    if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        fields = sorted(name for name in names if hasattr(value, name))
-        parts = [
-            _node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer))
-            for name in fields
-        ]
-        return _node("dataclass", _name(type(value)), *parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, (list, dict, tuple)):
+        names = {field.name for field in dataclasses.fields(value)}
+        if not _has_more(value, names):
+            parts = [
+                _node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer))
+                for name in sorted(names)
+                if hasattr(value, name)
+            ]
+            return _node("dataclass", _name(type(value)), *parts)
     for of_library in (_of_numpy, _of_pandas, _of_torch, _of_omegaconf):
         if (data := of_library(value, path, outer)) is not None:
             return data
     return _reduced(value, path, outer)
+
+
+def _has_more(value: Any, fields: Collection[str] = ()) -> bool:
+    """Whether a value has attributes beside its fields, and not only derived ones."""
+    return any(
+        name not in fields
+        and name != "__orig_class__"  # set by typing
+        and not isinstance(getattr(type(value), name, None), functools.cached_property)
+        for name in getattr(value, "__dict__", ())
+    )
 
 
 def _set(value: Any, path: str, outer: list[int]) -> bytes:

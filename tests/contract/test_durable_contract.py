@@ -13,6 +13,7 @@ import random
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -516,6 +517,26 @@ def rows_of(folder: Path) -> list[tuple[int, str]]:
 
     with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as connection:
         return connection.execute("SELECT attempt, status FROM attempts ORDER BY n").fetchall()
+
+
+@dataclass
+class Net:
+    lr: float
+    width: InitVar[int] = 1
+
+    def __post_init__(self, width: int) -> None:
+        self.layers = [width] * 2
+
+
+def test_items_that_differ_in_what_is_no_field_keep_their_results(
+    pool: ParallelPool, folder: Path
+) -> None:
+    def work(net: Net) -> int:
+        return sum(net.layers)
+
+    for widths in ([1, 2], [2, 1], [9]):
+        nets = [Net(0.1, width) for width in widths]
+        assert list(pool.parfor(work, nets, run_dir=folder)) == [2 * width for width in widths]
 
 
 def test_what_cannot_be_had_back_runs_again(

@@ -13,7 +13,7 @@ import operator
 import pathlib
 import threading
 import uuid
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -23,6 +23,8 @@ from omegaconf import OmegaConf
 
 from raypool.errors import InvalidTypeError
 from raypool.journal.keys import content_key, function_key, numbered
+
+T = TypeVar("T")
 
 
 def key(value: Any) -> str:
@@ -44,6 +46,34 @@ class Config:
     lr: float
     layers: tuple[int, ...] = ()
     name: str = "a"
+
+
+@dataclasses.dataclass
+class Derived:
+    """Its attributes are more than its fields."""
+
+    lr: float
+    width: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, width: int) -> None:
+        self.layers = [width] * 2
+
+
+class Named(Config):
+    """A class without a decorator, so that `label` is no field."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(0.1)
+        self.label = label
+
+
+@dataclasses.dataclass
+class Listed(list):
+    lr: float = 0.1
+
+
+class Labeled(Point):
+    pass
 
 
 @dataclasses.dataclass
@@ -79,6 +109,11 @@ def scale(x: float, by: float = 1.0) -> float:
 
 def adder(n: int) -> Any:
     return lambda x: x + n
+
+
+def changed(value: Any, **attributes: Any) -> Any:
+    vars(value).update(attributes)
+    return value
 
 
 DIFFERENT: list[Any] = [
@@ -125,6 +160,15 @@ DIFFERENT: list[Any] = [
     Config(0.1),
     Config(0.2),
     OtherConfig(0.1),
+    Derived(0.1, 1),
+    Derived(0.1, 2),
+    Named("a"),
+    Named("b"),
+    Listed(),
+    operator.iadd(Listed(), [1]),
+    Labeled(1, 2),
+    changed(Labeled(1, 2), label="a"),
+    changed(Labeled(1, 2), label="b"),
     {"lr": 0.1, "layers": (), "name": "a"},
     pathlib.Path("a"),
     "a",
@@ -225,6 +269,29 @@ EQUAL = [
 def test_what_is_the_same_has_the_same_key():
     for one, other in EQUAL:
         assert key(one) == key(other)
+
+
+@dataclasses.dataclass
+class Size(Generic[T]):
+    width: int
+
+    @functools.cached_property
+    def area(self) -> int:
+        return self.width**2
+
+
+def test_what_is_derived_from_the_fields_of_a_dataclass_does_not_count():
+    size = Size(3)
+    before = key(size)
+    assert size.area == 9
+    assert key(size) == before == key(Size[int](3))
+
+
+def test_keys_stay_as_they_are_on_disks():
+    config = dataclasses.make_dataclass(
+        "Config", ["lr", "layers"], namespace={"__module__": "sweep"}
+    )
+    assert key(config(0.1, (1,))) == "48fa1f160051c591cf8afb43"
 
 
 def test_tensors_are_known_by_what_is_in_them():
