@@ -230,7 +230,9 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
 
 def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
     """Write the name of a function; if that does not lead to it, also code and captured values."""
-    if "<" not in fn.__qualname__:
+    module = sys.modules.get(fn.__module__)
+    is_found = module is None or found(module, fn.__qualname__) is fn
+    if is_found and "<" not in fn.__qualname__:
         return _node("function", _name(fn))
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     held = _canonical((cells, fn.__defaults__, fn.__kwdefaults__), f"what {path} holds", outer)

@@ -9,6 +9,7 @@ import decimal
 import enum
 import fractions
 import functools
+import json
 import operator
 import pathlib
 import threading
@@ -116,6 +117,19 @@ def changed(value: Any, **attributes: Any) -> Any:
     return value
 
 
+def times(factor: Any) -> Any:
+    def decorate(fn: Any) -> Any:
+        return functools.wraps(fn)(lambda x: factor * fn(x))
+
+    return decorate
+
+
+@times(threading.Lock())
+def found_by_name(x: float) -> float:
+    """A function whose captured values have no key."""
+    return x
+
+
 DIFFERENT: list[Any] = [
     None,
     ...,
@@ -200,6 +214,9 @@ DIFFERENT: list[Any] = [
     adder,
     adder(1),
     adder(2),
+    times(2)(scale),
+    times(3)(scale),
+    found_by_name,
     lambda x: x,
     lambda x: -x,
     functools.partial(scale, by=2),
@@ -292,6 +309,7 @@ def test_keys_stay_as_they_are_on_disks():
         "Config", ["lr", "layers"], namespace={"__module__": "sweep"}
     )
     assert key(config(0.1, (1,))) == "48fa1f160051c591cf8afb43"
+    assert key(json.dumps) == "0db1f48e1c56a05e2d14db49"
 
 
 def test_tensors_are_known_by_what_is_in_them():
