@@ -211,7 +211,7 @@ def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
     inner: Any = fn
     while isinstance(inner, functools.partial):
         # values that are no plain data do not count: their key may differ after a restart
-        given.append(encode([list(inner.args), inner.keywords]))
+        given.append(encode([list(inner.args), dict(sorted(inner.keywords.items()))]))
         inner = inner.func
     return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
 

@@ -408,6 +408,7 @@ class FunctionSource(NamedTuple):
         is_script: Whether that is a script, whose name alone does not lead to it.
         digest: The hash of `pickled`, in hexadecimal digits.
         given: The hash of the arguments from partials, if these are plain data.
+        given_in_order: The same with the keywords in their order, as runs made before have it.
         words: These arguments as readable text.
         held: The key of its captured values: closure, defaults, the object that it is a method of;
             None if that has no key.
@@ -426,6 +427,7 @@ class FunctionSource(NamedTuple):
     held: str | None = None
     pickled: bytes | None = None
     fingerprint: Sequence[Any] | None = None
+    given_in_order: str | None = None
 
     @staticmethod
     def of(fn: Any) -> FunctionSource:
@@ -446,15 +448,21 @@ class FunctionSource(NamedTuple):
             hashed = None if pickled is None else digest(pickled).hex()
             source = source._replace(pickled=pickled, digest=hashed)
         (args, keywords), inner = _arguments(fn)
+        in_order = encode([list(args), keywords])
+        keywords = dict(sorted(keywords.items()))
         plain = encode([list(args), keywords])
-        if plain is None:
+        if plain is None or in_order is None:
             return source._replace(
                 held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()])
             )
         named_args = (f"{name}={value!r}" for name, value in keywords.items())
         words = ", ".join([*map(repr, args), *named_args])[:MAX_WORDS] or None
-        given, held = digest(plain.encode()).hex(), _key_of(lambda: _held(inner))
-        return source._replace(given=given, words=words, held=held)
+        return source._replace(
+            given=digest(plain.encode()).hex(),
+            given_in_order=digest(in_order.encode()).hex(),
+            words=words,
+            held=_key_of(lambda: _held(inner)),
+        )
 
     @property
     def pickle_name(self) -> str:
