@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import math
+import platform
 import queue
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
+from joblib._memmapping_reducer import _get_backing_memmap, _reduce_memmap_backed
 from joblib.parallel import (
     TASK_ERROR,
     BatchCompletionCallBack,
@@ -310,8 +312,9 @@ class Batches:
         self._num_workers = most
         self._most = most if most < len(pool._numbers()) else None  # None: the pool queues calls
         self._shared: SharedArguments | None = None
-        if max_nbytes is not None and pool._engine.profile.backend == "ray":
-            self._shared = SharedArguments(pool._engine, max_nbytes)  # elsewhere nothing travels
+        if pool._engine.profile.backend == "ray":  # elsewhere nothing travels
+            least_bytes = math.inf if max_nbytes is None else max_nbytes
+            self._shared = SharedArguments(pool._engine, least_bytes)
         self._manner = manner
         self._waiting: deque[BatchPart] = deque()
         self._running: dict[Future[Any], BatchPart] = {}  # ordered, as `cancel_each` needs
@@ -635,24 +638,23 @@ class Shared:
 
 
 class SharedArguments:
-    """The large arguments of one `Parallel` call, each of which travels once."""
+    """The large arguments of one `Parallel` call, each of which travels once, and its memmaps."""
 
-    def __init__(self, engine: Engine, least_bytes: int) -> None:
+    def __init__(self, engine: Engine, least_bytes: float) -> None:
         self._engine = engine
         self._least_bytes = least_bytes
         # by id, while the argument lives; joblib's own processes share arrays in the same way
         self._known: dict[int, tuple[weakref.ref[Any], Shared]] = {}
 
     def replace_in(self, tasks: list[Task]) -> None:
-        """Replace large arguments by stand-ins."""
+        """Replace large arguments and memmaps by stand-ins."""
         for position, (fn, args, kwargs) in enumerate(tasks):
             if not kwargs and PLAIN.issuperset(map(type, args)):
                 continue
             stand_ins = {
-                id(value): self._stand_in(value, fn)
+                id(value): stand_in
                 for value in (*args, *kwargs.values())
-                if type(value) not in PLAIN
-                and (id(value) in self._known or _num_bytes(value) >= self._least_bytes)
+                if type(value) not in PLAIN and (stand_in := self._stand_in(value, fn))
             }
             if stand_ins:
                 tasks[position] = (
@@ -665,13 +667,37 @@ class SharedArguments:
         """Release the arguments."""
         self._known.clear()
 
-    def _stand_in(self, value: Any, fn: Callable[..., Any]) -> Shared:
+    def _stand_in(self, value: Any, fn: Callable[..., Any]) -> Shared | None:
         key = id(value)
         reference, shared = self._known.get(key, (None, None))
         if shared is None or reference is None or reference() is not value:  # an id can be reused
-            shared = Shared(self._engine.opener(value, f"an argument of {function_name(fn)}"))
+            if (opener := self._file_opener(value)) is None:
+                if _num_bytes(value) < self._least_bytes:
+                    return None
+                opener = self._engine.opener(value, f"an argument of {function_name(fn)}")
+            shared = Shared(opener)
             self._known[key] = weakref.ref(value, lambda _: self._known.pop(key, None)), shared
         return shared
+
+    def _file_opener(self, value: Any) -> Callable[[], Any] | None:
+        """Return what opens the file of a writable memmap, into which tasks may write."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(value, numpy.ndarray):
+            return None
+        memmap = _get_backing_memmap(value)
+        if getattr(memmap, "mode", None) not in ("r+", "w+") or memmap.filename is None:
+            return None
+        workers = list(self._engine.driver.infos.values())
+        if any(worker.host != platform.node() for worker in workers):
+            warnings.warn(
+                f"Tasks on other machines cannot write into the memmap of {memmap.filename}: each"
+                " task gets a copy. Return the values instead.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        open_, args = _reduce_memmap_backed(value, memmap)
+        return functools.partial(open_, *args)
 
 
 def _num_bytes(value: Any) -> float:

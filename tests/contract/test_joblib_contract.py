@@ -11,6 +11,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import joblib
@@ -595,6 +596,31 @@ def _changed(*arrays: Any) -> list[int]:
     for array in arrays:
         array += 1
     return [int(array[0]) for array in arrays]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("max_nbytes", [None, 8])
+def test_tasks_write_into_a_memmap(
+    config: Any, max_nbytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines that have its file."""
+
+    def fill(out: Any, index: int) -> None:
+        out[index] = index + 1
+
+    out = np.memmap(tmp_path / "out", dtype="f8", mode="w+", shape=(4, 2))
+    parallel = Parallel(max_nbytes=max_nbytes, batch_size=1)
+    parallel(delayed(fill)(out[:, 0], x) for x in range(4))  # with gaps between its numbers
+    parallel(delayed(fill)(out=out[:2, :], index=x) for x in range(2))
+    assert out.tolist() == [[1, 1], [2, 2], [3, 0], [4, 0]]
+    private = np.memmap(tmp_path / "out", dtype="f8", mode="c", shape=(4, 2))
+    private[0] = 5  # not in the file
+    assert parallel(delayed(np.sum)(each) for each in (private, private)) == [21, 21]
+
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    with pytest.warns(RuntimeWarning, match=r"cannot write into the memmap of .*out: each"):
+        parallel(delayed(fill)(out, x) for x in (2, 3))
+    assert out[2:].tolist() == [[3, 0], [4, 0]]
 
 
 @pytest.mark.processes
