@@ -91,7 +91,7 @@ class ItemLines:
         # the current stream, which prints above the live display, if there is one
         stream = capture.beneath(sys.stdout)
         if text and stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # it is closed
+            with contextlib.suppress(Exception):  # it is closed, or the user's, and raises anything
                 try:
                     stream.write(text)
                 except UnicodeEncodeError:  # its encoding lacks these characters

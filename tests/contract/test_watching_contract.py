@@ -440,6 +440,28 @@ def test_echo_shows_the_lines_of_each_item(
     assert len(seen) == 9
 
 
+class Window:
+    """A user's stream without `flush`, whose widget is closed after the first text."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> None:
+        if self.texts:
+            raise RuntimeError("the widget is gone")
+        self.texts.append(text)
+
+
+def test_echo_bears_a_stream_that_raises(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = Window()
+    monkeypatch.setattr(sys, "stdout", window)
+    assert pool.parfor(print, range(3), progress=False, echo=True) == [None] * 3
+    monkeypatch.undo()
+    assert window.texts[0].startswith("item 0: 0\n")
+
+
 @pytest.mark.quick
 @pytest.mark.concurrent
 def test_echo_comes_while_the_loop_runs(
