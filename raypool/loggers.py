@@ -89,17 +89,19 @@ class SweepLogger:
         self._begin_once(item, started_at or now)
         told = None if error is None else describe_error(error)
         outcome = LoggedOutcome(status, numbers_of(value, "result/"), told, ended_at or now, folder)
-        self._end(self._runs.pop(item), outcome)
+        if item in self._runs:  # else Ctrl-C has interrupted the next logger
+            self._end(self._runs[item], outcome)
+            del self._runs[item]
 
     def _begin_once(self, item: int, started_at: float) -> None:
         if item not in self._num_reports:
-            self._num_reports[item] = 0
             params = dict(_flat("item", self._get_item(item)))
             for name, value in params.items():
                 if not (value is None or isinstance(value, (bool, int, float))):
                     text = value if isinstance(value, str) else repr(value)
                     params[name] = column_name(text)[:MAX_TEXT]
             self._runs[item] = self._begin(item, params, started_at)
+            self._num_reports[item] = 0
 
     def close(self) -> None:
         """End the loop."""
@@ -395,7 +397,8 @@ def check_loggers(loggers: Any) -> None:
 class LiveLog:
     """Feeds loggers while a loop runs; a logger that raises is dropped with a warning.
 
-    Items that `run_dir` restores are not logged: they do not run.
+    Ctrl-C may interrupt any line, so what was passed on is noted afterwards. Items that `run_dir`
+    restores are not logged: they do not run.
     """
 
     def __init__(self, loggers: Sequence[SweepLogger], work: LoopWork) -> None:
@@ -411,7 +414,6 @@ class LiveLog:
     def update(self, work: LoopWork, total: int | None = None) -> None:
         """Pass on what is new."""
         segments, lost = work.segments[self._num_seen :], work.lost[self._num_lost :]
-        self._num_seen, self._num_lost = self._num_seen + len(segments), self._num_lost + len(lost)
         if segments:
             work.catch_up()  # their last reports may still be on their way
         while self._new_rows:
@@ -430,11 +432,12 @@ class LiveLog:
         for piece, failure, _ in lost:
             for index in work.numbers(piece):
                 self._outcomes[index] = "failed", None, failure
-        for index in [*self._outcomes]:
+        self._num_seen, self._num_lost = self._num_seen + len(segments), self._num_lost + len(lost)
+        for index, outcome in [*self._outcomes.items()]:
             if work.may_run_again is None or not work.may_run_again(index):
-                outcome = self._outcomes.pop(index)
                 if index not in self._ended:  # else a watcher let it run again
                     self._end(index, *outcome)
+                del self._outcomes[index]
 
     def close(self) -> None:
         """Pass on the rest; an item without an outcome was cancelled."""
@@ -446,8 +449,8 @@ class LiveLog:
         self._pass_on("close")
 
     def _end(self, index: int, *outcome: Any) -> None:
-        self._ended.add(index)
         self._pass_on("end_item", index, self._work.folder(index), *outcome)
+        self._ended.add(index)
 
     def _pass_on(self, method: str, *arguments: Any) -> None:
         for each in [*self._loggers]:

@@ -23,6 +23,7 @@ from raypool import (
     search,
 )
 from raypool.cli.main import main
+from raypool.engine.loop import LoopWork
 from raypool.loggers import (
     MlflowLogger,
     OptunaLogger,
@@ -271,6 +272,33 @@ class Kept(SweepLogger):
     def _end(self, run: Any, outcome: Any) -> None:
         assert outcome.ended_at > 0
         self.seen.append((run, outcome.status, outcome.values))
+
+
+@pytest.mark.parametrize("where", ["_begin", "_log", "_end", "catch_up"])
+def test_ctrl_c_in_a_logger_leaves_no_item_open(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(x: int) -> int:
+        report(loss=x)
+        return x
+
+    class Last(Kept):
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoopWork if where == "catch_up" else Kept, where, interrupted)
+    loggers = [Last(), Last()]
+    with parpool(profile="inline", quiet=True) as pool, pytest.raises(KeyboardInterrupt):
+        pool.parfor(work, [5, 6], loggers=loggers)
+    for kept in loggers:
+        *seen, last = kept.seen
+        assert last == "closed"
+        ends = [entry for entry in seen if isinstance(entry[1], str)]
+        assert ends == [(0, "finished", {"result/value": 5}), (1, "cancelled", {})]
 
 
 def test_a_trial_of_a_search_ends_once(tmp_path: Path) -> None:
