@@ -14,7 +14,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
@@ -914,12 +914,23 @@ def _columns(
     rows = [fields_of(entry) if is_there else {} for entry, is_there in pairs]
     known = [row for row in rows if row is not None]
     if not any(are_there) or len(known) < len(rows):  # not all have keys: one column
-        name = single if single not in taken else prefix + single
+        name = _free(single, taken, prefix)
         return {name: [entry if is_there else None for entry, is_there in pairs]}
     columns: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(known)):
-        name = column_name(key)
-        name = prefix + name if name in taken else name
+    keys = dict.fromkeys(itertools.chain.from_iterable(known))
+    renamed: dict[str, str] = {}
+    for key in keys:
+        own = column_name(key)
+        if own in taken and own not in renamed:
+            others = {*taken, *map(column_name, keys), *renamed.values()}
+            renamed[own] = _free(own, others, prefix)
+        name = renamed.get(own, own)
         earlier = columns.get(name, itertools.repeat(None))  # two keys, such as 1 and "1"
         columns[name] = [row.get(key, cell) for row, cell in zip(known, earlier, strict=False)]
     return columns
+
+
+def _free(name: str, taken: Collection[str], prefix: str) -> str:
+    while name in taken:
+        name = prefix + name
+    return name

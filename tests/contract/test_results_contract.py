@@ -272,6 +272,23 @@ def test_names_that_raypool_uses_itself_are_not_lost(pool: ParallelPool) -> None
     assert frame.columns.is_unique
 
 
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [
+        ({"lr": 11, "result_lr": 12}, {"lr": 13}),
+        ({"lr": 11}, {"lr": 12, "result_lr": 13}),
+        ({"lr": 11, "result_lr": 12}, {"lr": 13, "result_lr": 14}),
+        ({"status": 11, "item_status": 12}, 13),
+        ({"value": 11, "result_value": 12}, 13),
+    ],
+)
+def test_a_renamed_column_replaces_no_other(item: Any, value: Any, pool: ParallelPool) -> None:
+    """The table of one sweep may be the items of the next."""
+    frame = pool.parfor(lambda _: value, [item]).to_frame()
+    values = value.values() if isinstance(value, dict) else [value]
+    assert {*item.values(), *values} <= {*frame.iloc[0]}
+
+
 @pytest.mark.semantics
 @pytest.mark.processes
 def test_results_can_be_saved(sweep: Results) -> None:
