@@ -55,7 +55,7 @@ RUN_COLUMNS: tuple[str, ...] = (
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
 
-ORDERED = (str, datetime.date, datetime.timedelta, numbers.Real)
+ORDERED = (str, datetime.date, datetime.timedelta, numbers.Real, Decimal)
 """What a table can be sorted by."""
 
 

@@ -145,12 +145,14 @@ def test_the_best_is_a_finite_number(pool: ParallelPool) -> None:
         "diverged",
         torch.tensor(math.inf),
         Decimal("NaN"),
+        Decimal("0.125"),
         10**400,
     ]
     results = pool.parfor(lambda loss: {"loss": loss}, losses)
 
-    assert results.best("loss").name == 3
-    assert results.best("loss", mode="max").name == 8
+    assert results.best("loss").name == 8
+    assert results.best("loss", mode="max").name == 9
+    assert results._repr_html_().index("0.125") < results._repr_html_().index("0.25")
 
 
 def test_the_best_by_a_nested_metric(pool: ParallelPool) -> None:
