@@ -666,13 +666,13 @@ def outcome_of(future: Future[Any]) -> Any:
     """Return an ended call's value, or raise its error as the standard pool's."""
     try:
         return future.result()
-    except concurrent.futures.CancelledError:
-        raise concurrent.futures.CancelledError(
-            f"{future.name} was cancelled by terminate()."
-        ) from None
     except SerializationError as error:
         raise standard.MaybeEncodingError(error, error.what) from error
     except BaseException as error:
+        if future.cancelled():  # else it is the function's own
+            raise concurrent.futures.CancelledError(
+                f"{future.name} was cancelled by terminate()."
+            ) from None
         if type(error.__cause__) is RemoteTraceback:
             error.__cause__ = standard.RemoteTraceback(str(error.__cause__))
         raise

@@ -150,6 +150,14 @@ def test_a_stop_iteration_of_a_call_does_not_end_the_loop(mp: Pool) -> None:
     assert list(results) == ["b"]
 
 
+def test_a_cancelled_error_of_a_function_is_raised_as_it_is(mp: Pool) -> None:
+    def wait() -> None:
+        raise concurrent.futures.CancelledError("by the function")
+
+    with pytest.raises(concurrent.futures.CancelledError, match="by the function"):
+        mp.apply(wait)
+
+
 @pytest.mark.processes
 def test_a_value_that_cannot_be_sent_back(mp: Pool) -> None:
     heard: list[Any] = []
