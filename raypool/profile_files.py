@@ -279,7 +279,7 @@ class ProfileFile:
             )
         if key == "tls":
             return self._tls(entry, keys)
-        if key in ("token_file", "working_dir", "folder") and isinstance(entry, str):
+        if key in ("token_file", "working_dir", "folder", "trace") and isinstance(entry, str):
             return self._path(entry)
         return self._function(key, entry, keys) if key in ("setup", "teardown") else entry
 

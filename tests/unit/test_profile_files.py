@@ -74,7 +74,7 @@ def test_all_fields_can_stand_in_a_file(write: Write) -> None:
         cancel_grace_s=1,
         retries=0,
         quiet=True,
-        trace="events.jsonl",
+        trace=str(Path.cwd() / "events.jsonl"),
     )
 
 
