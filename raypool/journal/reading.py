@@ -308,9 +308,11 @@ def summary_of(folder: Path) -> RunSummary:
     Raises:
         JournalError: It cannot be read.
     """
-    size = sum(
-        path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink()
-    )
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a temporary file of a running loop
+                size += Path(place, name).lstat().st_size
     if is_training(folder):
         name, rows = reports_in(folder)
         now = is_running(folder, TRAINING_LOCK)

@@ -67,6 +67,23 @@ def test_runs_are_listed_the_newest_first(saved: Path) -> None:
     assert [(run["folder"], run["finished"]) for run in objects] == [(str(saved / "older"), 2)]
 
 
+def test_a_file_that_goes_while_runs_are_listed(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, lstat = saved / "older/new.tmp", Path.lstat
+
+    def lstat_late(path: Path) -> Any:
+        if path == file:
+            file.unlink()
+        return lstat(path)
+
+    before = rows("ls")
+    file.touch()
+    monkeypatch.setattr(Path, "lstat", lstat_late)
+    assert rows("ls") == before
+    assert not file.exists()
+
+
 def test_the_state_of_a_run_that_goes_on_or_was_stopped(tmp_path: Path) -> None:
     def listed() -> tuple[str, bool]:
         [line] = raypool("ls", str(tmp_path)).stdout.splitlines()[1:]
