@@ -180,11 +180,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     )
     if watch:  # first: what it raises leaves no folder in use
         target.watch(run_dir).show()
-    work = (
-        LoopWork(function, (), how)
-        if run_dir is None
-        else durable_loop(fn, function, how, run_dir, rerun)
-    )
+    work = new_loop(fn, function, how, run_dir, rerun)
     del function  # the traceback of an error would keep it in workers
     engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(on_end, work) as notice:
@@ -228,19 +224,21 @@ def check_saved(run_dir: Any, rerun: str, watch: bool) -> None:
         raise InvalidValueError("watch=True needs run_dir, the folder that the page shows.")
 
 
-def durable_loop(
+def new_loop(
     fn: Callable[[Any], Any],
     function: Function,
     how: LoopOptions,
     run_dir: Any,
     rerun: Literal["failed", "missing", "all"],
 ) -> LoopWork:
-    """Return a loop that keeps the outcomes of its items in a folder.
+    """Return a loop, which keeps the outcomes of its items in the folder, if there is one.
 
     Raises:
         InvalidTypeError, InvalidValueError: `check_run_dir` refuses it.
         JournalError: The folder cannot be used.
     """
+    if run_dir is None:
+        return LoopWork(function, (), how)
     from raypool.engine.durable import DurableLoop  # imported late, since it imports sqlite3
 
     check_run_dir(run_dir)

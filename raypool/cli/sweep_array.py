@@ -28,7 +28,7 @@ from raypool.engine.loop import LoopOptions
 from raypool.errors import CloudError, InvalidValueError
 from raypool.journal.files import make_folder
 from raypool.journal.rows import PARTS
-from raypool.parallel_for import durable_loop
+from raypool.parallel_for import new_loop
 from raypool.profile_files import resolve_profile
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def submit_array(
             )
     name, seed, workers = function_name(function), options["seed"], options["workers"]
     how = LoopOptions(name, seed=seed)
-    loop = durable_loop(function, Function(-1, None, name), how, run_dir, options["rerun"])
+    loop = new_loop(function, Function(-1, None, name), how, run_dir, options["rerun"])
     with contextlib.closing(loop):
         numbers = loop.numbers(Slice(-1, 0, loop.take(items), 1))
     if not numbers:

@@ -46,8 +46,8 @@ from raypool.parallel_for import (
     check_on_report,
     check_progress,
     checkpoint_owner,
-    durable_loop,
     logged,
+    new_loop,
     raise_if_failed,
     watched,
 )
@@ -373,9 +373,7 @@ def search_work(
     label = wanted.name or options.name or function.name
     home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
     how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
-    if wanted.run_dir is None:
-        return LoopWork(function, (), how)
-    return durable_loop(fn, function, how, wanted.run_dir, "missing")
+    return new_loop(fn, function, how, wanted.run_dir, "missing")
 
 
 # --- one search -----------------------------------------------------------------------------------
