@@ -174,7 +174,7 @@ def test_the_name_of_a_metric_says_what_is_best(pool: ParallelPool, metric: str,
     assert pool.parfor(lambda x: {metric: x}, [1, 2]).best(metric).name == best
 
 
-@pytest.mark.parametrize("metric", ["perplexity", "neg_log_loss", "error_score", "glossary"])
+@pytest.mark.parametrize("metric", ["quality", "neg_log_loss", "error_score", "glossary"])
 def test_other_names_do_not(pool: ParallelPool, metric: str) -> None:
     with pytest.raises(InvalidValueError, match=f"'{metric}' does not say.*mode='min'.*mode='max'"):
         pool.parfor(lambda x: {metric: x}, [1, 2]).best(metric)
