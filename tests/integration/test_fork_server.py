@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,21 @@ with parpool(1, profile=profile(preload=["colorsys"])) as pool:
         "OMP_PROC_BIND cannot change in a fork",
     ):
         assert done.stderr.count(f"no memory: {reason}.") == 1
+
+
+def test_forks_for_a_second_ray_have_the_gpus_that_are_visible_then(
+    run_python: Any, tmp_path: Path
+) -> None:
+    code = f"""
+from raypool.gpus.simulated import SimulatedGpus
+gpus = SimulatedGpus({str(tmp_path)!r}, 4)
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+parpool(profile=profile(), inventory=gpus).delete()
+os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+with parpool(profile=profile(), inventory=gpus) as pool:
+    print([worker.gpu for worker in pool.workers], None in pool.parfeval_on_all(parent).result())
+"""
+    assert run_python(WORKERS + code).stdout == "[2, 3] False\n"
 
 
 def test_workers_of_a_killed_server_work_on_and_new_ones_are_processes(run_python: Any) -> None:

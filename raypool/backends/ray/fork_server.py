@@ -371,8 +371,19 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
         *(path for path in added if path and path not in sys.path),
     ]
     importlib.invalidate_caches()
+    see_gpus()
     draw_anew()
     limit_threads()
+
+
+def see_gpus() -> None:
+    """Let Ray choose among the visible GPUs of the worker, not of the base.
+
+    The base may be from an earlier Ray. Ray reads the variables as it is imported.
+    """
+    from raypool.ray_private import utils, worker
+
+    worker.global_worker.original_visible_accelerator_ids = utils.get_visible_accelerator_ids()
 
 
 def draw_anew() -> None:
