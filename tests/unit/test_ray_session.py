@@ -12,7 +12,9 @@ import pytest
 
 from raypool.backends.ray import claims, session
 from raypool.backends.ray.claims import Claim, locate
+from raypool.gpus.nvml import NvmlInventory
 from raypool.worker.folders import hold
+from tests.unit.fake_nvml import FakeCard, FakeNvml
 
 
 class JoinedError(Exception):
@@ -75,3 +77,30 @@ def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.M
     assert claim.last_node_id == "first"
     table |= {"state": "CREATED", "bundles_to_node_id": {0: "second"}}
     assert locate(claim) == claim.last_node_id == "second"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("-1", 0),
+        ("0,1,", 2),
+        ("1,1", 0),
+        ("2", 0),
+        ("0,1", 2),
+        ("GPU-a, GPU-b", 1),
+        ("MIG-a,MIG-b", None),
+        (None, None),
+    ],
+)
+def test_ray_has_as_many_gpus_as_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int | None
+) -> None:
+    divided = FakeCard(uuid="GPU-a", mig_mode=[1, 1], instances={0: "MIG-a", 1: "MIG-b"})
+    nvml = FakeNvml(divided, FakeCard(uuid="GPU-b"))
+    monkeypatch.setattr(session, "NVIDIAS", NvmlInventory(nvml))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert session.count_gpus(None) == count
+    nvml.cards.clear()  # no NVIDIA GPU: the variable may be for others
+    assert session.count_gpus(None) is None

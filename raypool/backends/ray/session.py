@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,8 +28,8 @@ from raypool.backends.ray import fork_client, fork_server
 from raypool.cluster import connect
 from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
-from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
-from raypool.gpus.table import import_ray
+from raypool.gpus.devices import CUDA, Inventory, usable_cpus, visible_gpus
+from raypool.gpus.table import NVIDIAS, import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
 from raypool.worker.running import environment
@@ -621,14 +622,11 @@ def _connect(
         if address is not None:
             _init_at(ray, address, options)
         else:
-            num_gpus = None
-            if inventory is not None:
-                num_gpus = len(visible_gpus(os.environ, inventory.devices()))
             _files = _make_files()
             options |= {
                 "address": "local",
                 "num_cpus": usable_cpus(),
-                "num_gpus": num_gpus,
+                "num_gpus": count_gpus(inventory),
                 "include_dashboard": False,
                 "_temp_dir": str(_files[0]),
                 "_system_config": dict(LATE_NEWS),  # Ray writes into it
@@ -642,6 +640,18 @@ def _connect(
         from raypool.backends.ray import client as outside
 
         outside.check_raypool(address)
+
+
+def count_gpus(inventory: Inventory | None) -> int | None:
+    """Return how many GPUs the next Ray here has; None: Ray's own count."""
+    text = os.environ.get(CUDA)
+    # Ray counts the names between commas, including those by which CUDA sees nothing
+    if text is not None and not text.startswith("MIG-"):
+        # a process sees one instance of a divided GPU and nothing else, but a worker has one GPU
+        whole = [replace(card, mig=()) for card in (inventory or NVIDIAS).devices()]
+        if whole:
+            return len(visible_gpus(os.environ, whole))
+    return None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
 
 
 # --- start without idle processes -----------------------------------------------------------------
