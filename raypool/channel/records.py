@@ -23,7 +23,7 @@ class WorkerInfo:
         host: The name of its machine.
         pid: Its process.
         gpus: The indices of its GPUs on that machine.
-        gpu_uuids: Their UUIDs, as far as NVML knows them.
+        gpu_uuids: Their UUIDs, as far as they are known.
         gpu_name: The model of its (first) GPU, such as "NVIDIA H200"; None without one, or if NVML
             does not know it.
         state: "starting", "idle", "busy" or "lost".
@@ -44,7 +44,7 @@ class WorkerInfo:
 
     @property
     def gpu_uuid(self) -> str | None:
-        """The UUID of its (first) GPU; None without one, or if NVML does not know it."""
+        """The UUID of its (first) GPU; None without one, or if it is unknown."""
         return self.gpu_uuids[0] if self.gpu_uuids else None
 
     @property

@@ -146,6 +146,22 @@ def index_of(device: str, known: GpuDevice | None) -> int:
     return int(device) if device.isdigit() else -1
 
 
+def uuid_of(device: str, known: GpuDevice | None) -> str | None:
+    """Return the UUID of a GPU or instance named by index or UUID; None if unknown.
+
+    Example:
+        >>> card = GpuDevice(index=2, uuid="GPU-1a", mig=("MIG-7",))
+        >>> uuid_of("2", card), uuid_of("GPU-1", card), uuid_of("MIG-7", card)
+        ('GPU-1a', 'GPU-1a', 'MIG-7')
+        >>> uuid_of("GPU-b", None), uuid_of("2", None)
+        ('GPU-b', None)
+    """
+    if known is not None and known.uuid is not None and not device.startswith("MIG-"):
+        return known.uuid
+    # NVML does not answer, or it is AMD's: its name still tells it from others
+    return device if device.startswith(("GPU-", "MIG-")) else None
+
+
 def memory_of(cards: Sequence[GpuDevice]) -> int | None:
     """Return the memory in use on all these GPUs [bytes]; None if one of them is unknown.
 

@@ -53,7 +53,7 @@ from ray.util.placement_group import PlacementGroup
 
 from raypool.backends.ray import shortages
 from raypool.backends.ray.backend import RayBackend
-from raypool.backends.ray.calls import UNRECORDED, later, loss_reason, loss_text
+from raypool.backends.ray.calls import UNRECORDED, given_gpus, later, loss_reason, loss_text
 from raypool.backends.ray.packing import Packed, pack, pack_error, snapshot, unpack, unpack_failure
 from raypool.channel import capture
 from raypool.channel.hub import Hub, Outbox
@@ -895,7 +895,7 @@ class ManagedLoop:
         """Run the loop; its output, its return value and its error go into the coordinator."""
         coordinator, rank = self._coordinator, ray.train.get_context().get_world_rank()
         # Ray says a GPU's UUID where CUDA_VISIBLE_DEVICES does
-        gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
+        gpus = tuple(int(gpu) if gpu.isdecimal() else 0 for gpu in given_gpus())
         should_stop = ray.get(coordinator.begin.remote(rank, platform.node(), os.getpid(), gpus))
         key = uuid.uuid4().int
         # `get`: the next batch is sent when this one has arrived, so they stay in order

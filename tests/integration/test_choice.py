@@ -502,6 +502,7 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     facts["full"] = attempt(num_workers=2, inventory=cards, min_free_memory_bytes=2**40)
     cards.break_down()
     facts["dark"] = attempt(gpus=[2], inventory=cards)
+    facts["any"] = attempt(inventory=cards)
     ray.shutdown()
     print(json.dumps(facts))
     """,
@@ -514,6 +515,7 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     assert "There is no GPU 1 on this machine, which has 2, numbered 0, 2." in facts["other"]
     assert "GPU 0 of" in facts["full"]
     assert "GPU 2 of" in facts["full"]
+    assert facts["any"] is None, "unknown GPUs differ by their names"
     if visible == "2,0":
         assert facts["dark"] is None, "an index stands for itself"
     else:
@@ -533,9 +535,9 @@ def test_chosen_gpus_of_a_ray_that_is_started_for_the_pool(run_script: Any) -> N
     facts["is Ray left"] = ray.is_initialized()
     print(json.dumps(facts))
     """
-    facts = run_script(code, PREAMBLE, CUDA_VISIBLE_DEVICES="0,2,4")
-    assert facts["chosen"] == [[0, "0"], [2, "2"]]
-    assert facts["rest"] == [[4, "4"]]
+    facts = run_script(code, PREAMBLE, CUDA_VISIBLE_DEVICES="0, 2, 4")
+    assert facts["chosen"] == [[0, "0"], [2, " 2"]]
+    assert facts["rest"] == [[4, " 4"]]
     assert facts["is Ray left"] is False
 
 

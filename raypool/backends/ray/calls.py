@@ -62,6 +62,13 @@ def ask_node(node_id: str, timeout_s: float, question: Callable[..., Any], *args
         return None
 
 
+def given_gpus() -> list[str]:
+    """Return the GPUs that Ray has given to this worker or task, by index or UUID."""
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    # Ray splits CUDA_VISIBLE_DEVICES at its commas; CUDA ignores blanks there
+    return [str(device).strip() for device in given]
+
+
 def answered(ref: Any) -> Any:
     """Return the answer to a call; None if there is none yet, or it is an error."""
     try:

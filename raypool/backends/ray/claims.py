@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.backends.ray import shortages
-from raypool.backends.ray.calls import UNRECORDED, ask_node
+from raypool.backends.ray.calls import UNRECORDED, ask_node, given_gpus
 from raypool.backends.ray.demand import (
     NONE,
     Demand,
@@ -717,7 +717,7 @@ class Survey:
 def _look_inside(inventory: Inventory) -> tuple[str, tuple[GpuDevice, ...]]:
     """Return this machine's name, and the GPUs that Ray has given to this task."""
     cards = []
-    for device in map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]):
+    for device in given_gpus():
         known = inventory.find(device)
         cards.append(known or GpuDevice(index=index_of(device, known)))
     return platform.node(), tuple(cards)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import pickle
 import platform
@@ -27,7 +28,7 @@ import psutil
 import ray
 
 from raypool.backends.ray import fork_client, mps
-from raypool.backends.ray.calls import answer_to, ask
+from raypool.backends.ray.calls import answer_to, ask, given_gpus
 from raypool.backends.ray.node_agent import WorkerProcess
 from raypool.backends.ray.packing import (
     Fetched,
@@ -52,7 +53,7 @@ from raypool.channel.queues import LOOK_AGAIN_S
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
 from raypool.channel.users_code import CapturedModels, Follower, Snapshot, reload_all
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
-from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
+from raypool.gpus.devices import Inventory, index_of, prefer_fast_links, uuid_of
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.worker.folders import CheckpointFolders, hold, sees
@@ -238,8 +239,7 @@ class PoolWorker:
         prefer_fast_links(os.environ)
         if project is not None:
             self._follower.follow(project)
-        context = ray.get_runtime_context()
-        given = [str(device) for device in context.get_accelerator_ids().get("GPU", [])]
+        given = given_gpus()
         problem = pin(given, os.environ)
         if problem is not None:
             return problem
@@ -250,12 +250,8 @@ class PoolWorker:
             self._info.index,
             self._info.host,
             self._info.pid,
-            tuple(index_of(device, known) for device, known in pairs),
-            tuple(
-                device if device.startswith("MIG-") else known.uuid
-                for device, known in pairs
-                if known is not None and known.uuid is not None
-            ),
+            tuple(itertools.starmap(index_of, pairs)),
+            tuple(filter(None, itertools.starmap(uuid_of, pairs))),
             found[0].name if found and found[0] is not None else None,
         )
         if given:
@@ -281,7 +277,8 @@ class PoolWorker:
             self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         fork_problem = os.environ.pop(fork_client.REFUSED, None)
-        return Introduction(self._info, process, context.get_node_id(), mps_problem, fork_problem)
+        node_id = ray.get_runtime_context().get_node_id()
+        return Introduction(self._info, process, node_id, mps_problem, fork_problem)
 
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
         """Take the agent of this node, and the home agent, which has the pool's exchange.
@@ -577,7 +574,8 @@ def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:
     """Make exactly these devices visible before anything touches CUDA; return the problem."""
     # CUDA would count the fastest first, Ray and nvidia-smi do not
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    names = map(str.strip, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    visible = list(filter(None, names))
     if not given or not visible:
         # Ray lets a worker without a GPU see them all, and sets nothing where it was told to set
         # nothing.
