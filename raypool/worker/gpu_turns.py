@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from raypool.channel.records import Part
 from raypool.gpus.devices import Inventory
-from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
 """How long items that wait to run alone go first [s]: what they wait for may need a newcomer."""
@@ -49,24 +48,18 @@ class GpuLoad(NamedTuple):
     utilization: float | None = None
 
 
-def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
-    """Limit this process to its part of the GPU's memory, before anything uses that."""
-    card = inventory.find(device)
-    fraction = fraction_for(sharing.num_workers, None if card is None else card.total_bytes)
-    if fraction < 1:
-        inventory.allocator().limit(fraction)
-
-
 class GpuTurns:
     """The turns of one worker on its GPU: `device`, by index or UUID.
 
-    `find_folder` finds the pool's folder for temporary files on this machine.
+    `limit` is the part of the GPU's memory that the process may have now. `find_folder` finds the
+    pool's folder for temporary files on this machine.
     """
 
     def __init__(
         self,
         inventory: Inventory,
         device: str,
+        limit: float,
         find_folder: Callable[[], Path],
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -77,7 +70,7 @@ class GpuTurns:
         self._patience_s = patience_s
         card = inventory.find(device)
         self._used_before = None if card is None else card.used_bytes
-        self.limit = 1.0  # the part of the GPU's memory that this process may have now
+        self.limit = limit
         self._is_only = False  # no other worker of the pool is on the GPU
         self._door = self._lock = -1  # descriptors
         self._weigh_at = 0.0

@@ -123,6 +123,8 @@ def test_waiting_for_the_card_can_be_cancelled(
         assert large.worker_replaced is False
         gate.open()
         assert neighbour.result() == GIBIBYTE
+        # alone again, in a process that began with a fourth of the memory
+        assert pool.options(fresh_process=True).parfeval(train, 14).result() == 14 * GIBIBYTE
 
 
 def test_chosen_gpus_are_shared(gpus: SimulatedGpus) -> None:

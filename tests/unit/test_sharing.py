@@ -134,22 +134,15 @@ def test_without_knowledge_of_the_size_a_tenth_is_left_for_contexts() -> None:
     assert fraction_for(4, CARD) == (CARD - 4 * CONTEXT_BYTES) / 4 / CARD
 
 
-def test_torch_is_told_its_part_before_it_is_there(tmp_path: Path) -> None:
+def test_torch_is_told_its_part_before_it_is_there() -> None:
     """The limit stands where torch looks for it, beside what the user has set; nothing is imported
     for that.
     """
-    code = f"""
+    code = """
 import os, sys
-from pathlib import Path
 from raypool.gpus.memory import TorchAllocator
-from raypool.gpus.simulated import SimulatedGpus
-from raypool.worker.gpu_turns import Sharing, settle
 
-class Cards(SimulatedGpus):
-    def allocator(self):
-        return TorchAllocator()
-
-settle(Sharing(2), Cards(Path({str(tmp_path)!r}), 1), "0")
+TorchAllocator().limit(0.25)
 print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
 """
     environ = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}
@@ -161,10 +154,7 @@ print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
         timeout=300,
         check=True,
     )
-    assert (
-        done.stdout
-        == f"max_split_size_mb:256,per_process_memory_fraction:{fraction_for(2, CARD):g} False\n"
-    )
+    assert done.stdout == "max_split_size_mb:256,per_process_memory_fraction:0.25 False\n"
 
 
 # --- the cards of a pool --------------------------------------------------------------------------
@@ -476,7 +466,7 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTurns:
     """Return the turns of this process on a simulated card."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    return GpuTurns(SimulatedGpus(tmp_path / "gpus", 1), "0", lambda: tmp_path)
+    return GpuTurns(SimulatedGpus(tmp_path / "gpus", 1), "0", 1.0, lambda: tmp_path)
 
 
 def part_with(*, is_alone: bool = False, is_rank: bool = False, share: float = 0.25) -> Part:
@@ -565,7 +555,9 @@ def test_newcomers_let_first_who_waits_to_be_alone_but_not_for_ever(
     """
     del turns
     other("gpu-0.door", fcntl.LOCK_EX)
-    newcomer = GpuTurns(SimulatedGpus(tmp_path / "gpus"), "0", lambda: tmp_path, patience_s=0.2)
+    newcomer = GpuTurns(
+        SimulatedGpus(tmp_path / "gpus"), "0", 1.0, lambda: tmp_path, patience_s=0.2
+    )
     newcomer.begin(part_with())
     newcomer.end()
 

@@ -58,7 +58,7 @@ from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.worker.folders import CheckpointFolders, hold, sees
 from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
-from raypool.worker.gpu_turns import GpuLoad, GpuTurns, Sharing, settle
+from raypool.worker.gpu_turns import GpuLoad, GpuTurns, Sharing
 from raypool.worker.interrupts import ProcessGuard, terminate
 from raypool.worker.runner import (
     HandBack,
@@ -260,10 +260,13 @@ class PoolWorker:
                 self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes
             )
             if self._sharing is not None:
-                self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
-                settle(self._sharing, self._inventory, given[0])
+                share = fraction_for(self._sharing.num_workers, total_bytes)
+                self._upkeep.share = share
+                if share < 1:
+                    self._inventory.allocator().limit(share)
                 if self._sharing.takes_turns:
-                    self._turns = GpuTurns(self._inventory, given[0], self._folders.temporary)
+                    folder = self._folders.temporary
+                    self._turns = GpuTurns(self._inventory, given[0], share, folder)
         try:
             calls = [
                 functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))
