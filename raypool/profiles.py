@@ -307,7 +307,8 @@ class Profile:
             starts Ray 2.60 itself, on Linux: they start in a fraction of the time and share memory.
             False: each worker is a process that imports them itself.
         preload: Modules that this process imports, where they are installed, beside raypool's and
-            Ray's; for `fork_server`. If one of them imports Ray, workers are plain processes.
+            Ray's; for `fork_server`. Workers are plain processes if one of them imports Ray,
+            starts threads, or uses a GPU.
         setup: A function without arguments that runs once in each worker process, before its first
             task; also in a replacement. If it raises, the worker does not start. Tasks see the
             global variables that it sets, even in functions of a script or a notebook; if a

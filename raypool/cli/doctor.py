@@ -59,13 +59,10 @@ Ray 2.60; ours does without.
 """
 
 TORCH = """
-import json, os
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as in the fork server
-import torch
+import json, threading, torch
 from torch import cuda
 told = dict(version=torch.__version__, cuda=torch.version.cuda)
-tasks = "/proc/self/task"
-told.update(threads=len(os.listdir(tasks)) if os.path.exists(tasks) else 1)
+told["threads"] = threading.active_count() - 1
 told |= dict(available=cuda.is_available(), archs=cuda.get_arch_list())
 print(json.dumps(told))
 """
@@ -291,8 +288,8 @@ def _worker_start(machine: Measured) -> Iterator[Judgment]:
     """Tell whether workers can be forked from a process with torch, else why not."""
     preload = Profile.preload if not machine.torch.error else ()
     reason = fork_server.obstacle(fork_server.installed(preload))
-    threads = machine.torch.told.get("threads", 1)
-    if reason is None and threads > 1:
+    threads = machine.torch.told.get("threads", 0)
+    if reason is None and threads:
         reason = f"importing torch starts threads ({threads} run)"
     if reason is None:
         yield "ok", "workers can be forked from a process that has imported torch"

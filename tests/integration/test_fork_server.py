@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from raypool.backends.ray import fork_server
 
 HEAD = "import os, tempfile\nfifo = tempfile.mkdtemp() + '/gate'\nos.mkfifo(fifo)\n"
 
@@ -57,7 +61,10 @@ with parpool(3, profile=profile(env={"MODE": "fast"})) as pool:
     assert {worker["server"] for worker in workers} == {None}
 
 
-def test_what_cannot_be_a_fork_is_a_process(run_python: Any) -> None:
+def test_what_cannot_be_a_fork_is_a_process(run_python: Any, tmp_path: Path) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
     code = """
 import logging
 logging.basicConfig(level=logging.INFO)
@@ -66,6 +73,8 @@ with parpool(1, profile=profile(fork_server=False)) as pool:
 with parpool(1, profile=profile(preload=["not_installed"])) as pool:
     print(json.dumps(pool.parfeval(parent).result()))
 with parpool(1, profile=profile(preload=["ray"])) as pool:
+    print(json.dumps(pool.parfeval(parent).result()))
+with parpool(1, profile=profile(preload=["starts_a_thread"])) as pool:
     print(json.dumps(pool.parfeval(parent).result()))
 with parpool(1, profile=profile()) as pool:
     print(json.dumps(pool.parfeval(parent).result() is not None))
@@ -79,13 +88,14 @@ with parpool(1, profile=profile(env={"OMP_PROC_BIND": "false"})) as pool:  # a b
 with parpool(1, profile=profile(preload=["colorsys"])) as pool:
     print(pool.parfeval(lambda: "torch" in sys.modules or "colorsys" in sys.modules).result())
 """
-    done = run_python(WORKERS + code)
-    lines = done.stdout.splitlines()[-9:]
-    assert lines == [*["null"] * 3, *["true"] * 2, "null", "true", "null", "True"]
-    assert done.stderr.count("Workers are plain processes") == 3
+    done = run_python(WORKERS + code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    lines = done.stdout.splitlines()[-10:]
+    assert lines == [*["null"] * 4, *["true"] * 2, "null", "true", "null", "True"]
+    assert done.stderr.count("Workers are plain processes") == 4
     for reason in (
         "no module of preload is installed",
         "a module of preload imports Ray",
+        "a module of preload has started threads (1 run)",
         "OMP_PROC_BIND cannot change in a fork",
     ):
         assert done.stderr.count(f"no memory: {reason}.") == 1
@@ -158,6 +168,15 @@ with parpool(2, profile=profile()) as pool:
 def test_data_loaders_groups_trainings_and_cancelling_work_in_forks(run_python: Any) -> None:
     done = run_python(HEAD + WORKERS + USE)
     assert done.stdout.splitlines() == ["[28, 28] [[2.0, 2.0], [2.0, 2.0]] [2, 2]", "True"]
+
+
+def test_a_base_that_uses_a_gpu_has_no_forks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fork_server, "OF_GPUS", (f"{tmp_path}/nvidia",))
+    with (tmp_path / "nvidia0").open("w"):
+        assert fork_server.flaw() == "a module of preload uses a GPU"
+    assert fork_server.flaw() != "a module of preload uses a GPU"
 
 
 @pytest.mark.long

@@ -261,7 +261,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
             + TORCH.format(cuda="12.4", available=True, archs=[], warning=""),
         ),
-        r"plain processes, which start more slowly: importing torch starts threads \(2 run\)",
+        r"plain processes, which start more slowly: importing torch starts threads \(1 run\)",
         "",
     ),
     ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which supports CUDA up to 12.4", ""),

@@ -32,6 +32,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,9 @@ OF_WORKERS = (
     "ray._private.runtime_env.setup_hook",
     "raypool.backends.ray.worker",
 )
+
+OF_GPUS = ("/dev/nvidia", "/dev/kfd")
+"""Beginnings of the files that a process has open while it uses a GPU: NVIDIA's, AMD's."""
 
 NO_JOB = "ffffffff"
 """The job of a worker as it starts: Ray gives it one with its first task."""
@@ -200,11 +204,33 @@ def import_all(modules: Sequence[str]) -> None:
     gc.freeze()  # the collector writes to what it looks at, and so would copy shared pages
 
 
-class ForkServer:
-    """Forks workers until its raylet ends; in a fork, `run` returns the request for it."""
+def flaw() -> str | None:
+    """Return why no fork of this base can be a worker."""
+    if any(str(file.resolve()).startswith(OF_GPUS) for file in Path("/proc/self/fd").iterdir()):
+        return "a module of preload uses a GPU"
+    # Python's only: a fork lacks these, but libraries such as pyarrow restart their native ones
+    num_threads = threading.active_count() - 1
+    if num_threads:
+        return f"a module of preload has started threads ({num_threads} run)"
+    # the number of the raylet that Ray has read: none, or a wrong one, with which workers hang
+    return "a module of preload imports Ray" if "ray" in sys.modules else None
 
-    def __init__(self, listener: socket.socket, before: dict[str, str], raypool: str) -> None:
+
+class ForkServer:
+    """Forks workers until its raylet ends; in a fork, `run` returns the request for it.
+
+    With a `flaw` of its base it refuses them all.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        before: dict[str, str],
+        raypool: str,
+        flaw: str | None = None,
+    ) -> None:
         self._listener, self._before, self._raypool = listener, before, raypool
+        self._flaw = flaw
         self._clients: dict[socket.socket, int] = {}  # the process of each
         self._children: dict[int, socket.socket] = {}
         self._wake = socket.socketpair()
@@ -213,8 +239,6 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1].fileno())
         self._owner = os.pidfd_open(os.getppid())  # at first the base, then the raylet
-        # the number of the raylet that Ray has read: none, or a wrong one, with which workers hang
-        self._imports_ray = "ray" in sys.modules
         self._has_ray = False
         self._watch = selectors.DefaultSelector()
         for source in (listener, self._wake[0], self._owner):
@@ -243,8 +267,8 @@ class ForkServer:
         streams: list[int] = []
         try:
             request, streams = received(client)
-            if self._imports_ray:
-                raise ValueError("a module of preload imports Ray")
+            if self._flaw is not None:
+                raise ValueError(self._flaw)
             if not self._has_ray:
                 self._import_ray(request["variables"])
             reason = self._refusal(request["variables"])
@@ -286,9 +310,6 @@ class ForkServer:
         num_threads = len([*Path("/proc/self/task").iterdir()])
         if num_threads > 1:
             return f"the fork server has {num_threads} threads"
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            return "the fork server uses a GPU"
         # those with other values here and there
         differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
         return f"{', '.join(sorted(differ))} cannot change in a fork" if differ else None
@@ -439,6 +460,7 @@ def main(raypool: str, *modules: str) -> None:
     with contextlib.suppress(ValueError):  # with `python -P` it is not there
         sys.path.remove(str(Path(__file__).resolve().parent))
     import_all([*modules, *OF_RAY])
+    reason = flaw()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=os.dup(0)) as control:
         while (sent := socket.recv_fds(control, 1, 1))[0]:
@@ -447,7 +469,7 @@ def main(raypool: str, *modules: str) -> None:
                 control.close()
                 with Path(os.devnull).open() as nothing:
                     os.dup2(nothing.fileno(), 0)
-                request = ForkServer(listener, before, raypool).run()
+                request = ForkServer(listener, before, raypool, reason).run()
                 if request is not None:
                     runpy.run_path(request["words"][0], run_name="__main__")
                 return
