@@ -70,7 +70,7 @@ class Inventory(Protocol):
         """Return all GPUs of this machine by index, even those hidden from this process."""
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU with this index, UUID or instance; None if unknown."""
+        """Return the GPU with this index, UUID or instance (then with its memory), or None."""
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
         """Return only the memory and utilization of these GPUs, which is quick."""

@@ -103,12 +103,22 @@ class Nvml:
         return [self._describe(index) for index in self._indices()]
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU with this index or UUID."""
+        """Return the GPU with this index or UUID; for an instance, with its memory only."""
         known = [self._last(index) for index in self._indices()]
         if device.startswith("MIG-"):  # a GPU may be divided at any time
             known = [replace(card, mig=self._mig(card.index)) for card in known]
         card = named(device, known)
-        return None if card is None else self._describe(card.index)
+        if card is None:
+            return None
+        card = self._describe(card.index)
+        if device.startswith("MIG-"):
+            memory = None
+            with contextlib.suppress(Exception):  # any question may fail, at any time
+                handle = self._library.nvmlDeviceGetHandleByUUID(device)
+                memory = self._library.nvmlDeviceGetMemoryInfo(handle)
+            total, used = _sizes(memory)
+            card = replace(card, total_bytes=total, used_bytes=used, utilization=None)
+        return card
 
     def load(self, index: int) -> GpuDevice:
         """Return a GPU's memory and utilization."""
@@ -116,12 +126,9 @@ class Nvml:
             self._indices()
         memory = self._ask(index, "nvmlDeviceGetMemoryInfo")
         rates = self._ask(index, "nvmlDeviceGetUtilizationRates")
-        return GpuDevice(
-            index=index,
-            total_bytes=None if memory is None else int(memory.total),
-            used_bytes=None if memory is None else int(memory.used),
-            utilization=None if rates is None else rates.gpu / 100,
-        )
+        total, used = _sizes(memory)
+        utilization = None if rates is None else rates.gpu / 100
+        return GpuDevice(index=index, total_bytes=total, used_bytes=used, utilization=utilization)
 
     def _indices(self) -> list[int]:
         """Return the GPUs' indices. If NVML fails, the next question initializes it again."""
@@ -212,6 +219,10 @@ class Nvml:
                 )
                 instances.append(_text(self._library.nvmlDeviceGetUUID(handle)))
         return tuple(filter(None, instances))
+
+
+def _sizes(memory: Any) -> tuple[int | None, int | None]:
+    return (None, None) if memory is None else (int(memory.total), int(memory.used))
 
 
 def _text(answer: Any) -> str | None:

@@ -29,6 +29,7 @@ class FakeCard:
     capability: Any = (9, 0)
     mig_mode: Any = field(default_factory=lambda: [0, 0])
     instances: dict[int, str] = field(default_factory=dict)
+    instance_memory: Any = None
     computing: Any = ()
     drawing: Any = ()
     mps: Any = ()
@@ -80,6 +81,9 @@ class FakeNvml:
                 if args[1] in args[0].instances
                 else error("NOT_FOUND")
             )
+        if name == "nvmlDeviceGetHandleByUUID":
+            whole = [card for card in self.cards if args[0] in card.instances.values()]
+            return SimpleNamespace(memory=whole[0].instance_memory) if whole else error("NOT_FOUND")
         return getattr(args[0], ANSWERS[name]) if ANSWERS[name] != "most" else 7
 
 

@@ -97,6 +97,12 @@ def test_a_divided_card_names_its_instances() -> None:
         found = inventory.find(name)
         assert found is not None
         assert found.index == 1  # not the number of the instance, which NVML would say
+    memory = SimpleNamespace(total=20 * GIB, used=3 * GIB)
+    for answer, known in (memory, (20 * GIB, 3 * GIB)), (error("NO_PERMISSION"), (None, None)):
+        card.instance_memory = answer
+        found = inventory.find("MIG-b")
+        assert found is not None
+        assert (found.total_bytes, found.used_bytes) == known, "not that of the GPU"
     card.instances[5] = "MIG-c"  # it is divided anew
     assert index_of("MIG-c", inventory.find("MIG-c")) == 1
     card.mig_mode = error("NOT_SUPPORTED")
