@@ -339,12 +339,16 @@ def _gpus(machine: Measured) -> Iterator[Judgment]:
         # little is known of GPUs that are not NVIDIA's
         if gpu.index not in seen or gpu.uuid is None:
             continue
-        if gpu.total_bytes is None or gpu.used_bytes is None:
-            advice = "Run sudo dmesg | grep -i xid to see why; it may need a reset."
-            yield "warning", f"GPU {gpu.index} does not answer", advice
-        elif gpu.compute_mode == "prohibited":
+        if gpu.compute_mode == "prohibited":
             advice = f"Allow work on it: sudo nvidia-smi -i {gpu.index} -c DEFAULT."
             yield "warning", f"GPU {gpu.index} has the compute mode 'prohibited'", advice
+        elif gpu.total_bytes is None or gpu.used_bytes is None:
+            if gpu.compute_mode is None and gpu.temperature_c is None:
+                advice = "Run sudo dmesg | grep -i xid to see why; it may need a reset."
+                yield "warning", f"GPU {gpu.index} does not answer", advice
+            else:
+                fact = "its driver does not report its memory (unified memory, or MIG)"
+                yield "ok", f"GPU {gpu.index}: {fact}"
         elif gpu.used_bytes > gpu.total_bytes / 10:
             pids = ", ".join(str(process.pid) for process in gpu.processes or ())
             fact = f"GPU {gpu.index}: {_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are in use"

@@ -39,6 +39,7 @@ CARD = GpuDevice(
 FULL = replace(CARD, index=1, used_bytes=40 * GIB, processes=(GpuProcess(pid=7, used_bytes=None),))
 SHUT = replace(CARD, index=2, compute_mode="prohibited")
 SILENT = GpuDevice(index=3, name="C", uuid="GPU-3")
+UNIFIED = replace(CARD, index=5, total_bytes=None, used_bytes=None)
 OTHER_MAKER = GpuDevice(index=4, name="AMD GPU")
 
 TORCH = """
@@ -321,6 +322,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "nvidia-smi -i 2 -c DEFAULT",
     ),
     ("GPUs", "warning", lambda m: m.gpus(SILENT), "GPU 3 does not answer", "dmesg"),
+    ("GPUs", "ok", lambda m: m.gpus(UNIFIED), "GPU 5: its driver does not report its memory", ""),
     ("GPUs", "warning", lambda m: closed(m, "gpus_here"), CLOSED, ""),
     ("torch on GPUs", "ok", lambda m: m.nvml(12), "no NVIDIA GPU", ""),
     # any CUDA 12 runs on a driver for 12
