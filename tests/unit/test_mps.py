@@ -191,15 +191,15 @@ def test_without_the_program(service: Mps, tmp_path: Path) -> None:
 def test_one_that_is_there_for_everybody_is_used(
     service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder
 ) -> None:
-    """CUDA finds it by itself; a dead one does not count, nor a file that is no number."""
-    usual = tmp_path / "usual"
-    usual.mkdir()
-    (usual / f"{mps.PROGRAM}.pid").write_text(f"{os.getpid()}\n")
-    assert service.start({"PATH": str(program.parent)}, usual=usual) == MpsState(None)
-    assert processes(temporary.path() / "mps") == []
+    """CUDA finds it by itself; a dead one does not count, though its number may be another
+    process's now, nor a file that is no number.
+    """
+    start(service, program, tmp_path)
+    usual = temporary.path() / "mps" / "pipe"
+    assert Mps(lambda: tmp_path).start({"PATH": str(program.parent)}, usual) == MpsState(None)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for text in (str(ended.pid), "", "x"):
+    for text in (str(os.getpid()), str(ended.pid), "", "x"):
         (usual / f"{mps.PROGRAM}.pid").write_text(text)
         assert not mps.runs_in(usual)
 

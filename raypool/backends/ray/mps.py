@@ -186,12 +186,17 @@ def join(folder: Path) -> int:
 def runs_in(pipes: Path) -> bool:
     """Whether a control daemon is alive that has its pipes, and its pid, in this folder."""
     try:
-        os.kill(int((pipes / f"{PROGRAM}.pid").read_text()), 0)
+        pid = int((pipes / f"{PROGRAM}.pid").read_text())
+        name = Path(f"/proc/{pid}/comm")
+        if name.exists():
+            # after a crash its number may be another process's; Linux keeps 15 letters of a name
+            return name.read_text().strip() == PROGRAM[:15]
+        os.kill(pid, 0)
     except PermissionError:
-        return True  # somebody else's
+        return True  # somebody else's, which /proc may hide
     except (OSError, ValueError):
-        return False
-    return True
+        pass
+    return False
 
 
 def turns(host: str, problem: str) -> str:
