@@ -128,6 +128,7 @@ POLL_S = "0.1"
 Ray's default of 2 s would delay each report, and the end, by as much."""
 
 IN_RANKS = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as in the pool's workers; CUDA counts the fastest first
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # raypool captures printed text for the diary
     # likewise; a loop logs as in a worker of the pool's
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",

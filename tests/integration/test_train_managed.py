@@ -93,6 +93,7 @@ def who(config: Any = None) -> dict[str, Any]:
     return {
         "rank": ray.train.get_context().get_world_rank(),
         "sees": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "order": os.environ.get("CUDA_DEVICE_ORDER"),
         "local_rank": os.environ.get("LOCAL_RANK"),
         "gpu": task.gpu,
         "attempt": task.attempt,
@@ -178,6 +179,7 @@ def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Pat
         ("0,2", "0"),
         ("0,2", "1"),
     ]
+    assert {value["order"] for value in result.values} == {"PCI_BUS_ID"}
     assert [value["total"].item() for value in result.values] == [3.0, 3.0]
     assert result.values[0]["weight"].equal(result.values[1]["weight"])
     assert result.metrics["step"] == 5

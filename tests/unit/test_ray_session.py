@@ -93,8 +93,12 @@ def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.M
     ],
 )
 def test_ray_has_as_many_gpus_as_cuda_sees(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    visible: str | None,
+    count: int | None,
 ) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     divided = FakeCard(uuid="GPU-a", mig_mode=[1, 1], instances={0: "MIG-a", 1: "MIG-b"})
     nvml = FakeNvml(divided, FakeCard(uuid="GPU-b"))
     monkeypatch.setattr(session, "NVIDIAS", NvmlInventory(nvml))
@@ -102,5 +106,19 @@ def test_ray_has_as_many_gpus_as_cuda_sees(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert session.count_gpus(None) == count
+    assert not caplog.text
     nvml.cards.clear()  # no NVIDIA GPU: the variable may be for others
     assert session.count_gpus(None) is None
+
+
+def test_numbers_that_cuda_may_count_otherwise_cause_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml = FakeNvml(FakeCard(name="NVIDIA L4"), FakeCard(name="NVIDIA H200", uuid="GPU-b"))
+    monkeypatch.setattr(session, "NVIDIAS", NvmlInventory(nvml))
+    for order, warnings in ("PCI_BUS_ID", 0), ("FASTEST_FIRST", 1):
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+        for visible, count in ("1", 1), ("0,1", 2), ("GPU-b", 1):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            assert session.count_gpus(None) == count
+        assert caplog.text.count("Set CUDA_DEVICE_ORDER=PCI_BUS_ID") == warnings

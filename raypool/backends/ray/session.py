@@ -59,6 +59,12 @@ LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
 1 s and then speaks of a machine that does not answer; a busy one may need longer.
 """
 
+OTHER_ORDER = (
+    "Workers take CUDA_VISIBLE_DEVICES=%s as numbers of nvidia-smi, but in this process CUDA counts"
+    " the fastest GPU first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, too, or name the GPUs by UUID"
+    " (nvidia-smi -L)."
+)
+
 RAYS_THREAD = b"worker.io"
 
 TRIES = 20
@@ -650,7 +656,10 @@ def count_gpus(inventory: Inventory | None) -> int | None:
         # a process sees one instance of a divided GPU and nothing else, but a worker has one GPU
         whole = [replace(card, mig=()) for card in (inventory or NVIDIAS).devices()]
         if whole:
-            return len(visible_gpus(os.environ, whole))
+            seen = visible_gpus(os.environ, whole)
+            if not text.startswith("GPU-") and any(gpu.index is None for gpu in seen):
+                logger.warning(OTHER_ORDER, text)
+            return len(seen)
     return None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
 
 
