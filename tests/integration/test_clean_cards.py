@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +271,34 @@ def test_memory_is_back_before_the_next_task(
     assert future.reason == "cancelled"
     assert used == (0 if is_stubborn else max(before, CONTEXT_BYTES))
     assert visible == str(worker.gpus[0])
+
+
+class SlowToFree(SimulatedGpus):
+    """Cards that free the memory of a process that has ended in as many steps as a file says."""
+
+    @property
+    def steps(self) -> Path:
+        return self._folder / "steps"
+
+    def memory_used(self, indices: Sequence[int]) -> int | None:
+        left = int(self.steps.read_text()) if self.steps.exists() else 0
+        if left:
+            self.steps.write_text(str(left - 1))
+        return (super().memory_used(indices) or 0) + left * MIB
+
+
+def test_a_replacement_waits_for_the_memory_of_a_setup(
+    free_gpus: None, tmp_path: Path, by_value: None
+) -> None:
+    slow = SlowToFree(tmp_path / "slow", 3)
+
+    def fill() -> None:
+        keep_for_ever(slow.allocate(9000 * MIB))
+
+    def die() -> None:
+        slow.steps.write_text("3")
+        os._exit(1)
+
+    with parpool(1, inventory=slow, setup=fill, quiet=True) as pool:
+        assert isinstance(pool.parfeval(die).exception(), WorkerLostError)
+        assert pool.parfeval(slow.steps.read_text).result() == "0"

@@ -59,11 +59,15 @@ MAILBOX_BYTES = 64 * 1024 * 1024
 
 
 class WorkerProcess(NamedTuple):
-    """A worker's process, with the descriptors of its `ProcessGuard`'s pipe and board."""
+    """A worker's process, with the descriptors of its `ProcessGuard`'s pipe and board.
+
+    `memory_used`: the memory in use on its GPUs before it used them [bytes]; None: unknown.
+    """
 
     pid: int
     pipe: int
     board: int
+    memory_used: int | None = None
 
 
 class Watched:
@@ -73,7 +77,7 @@ class Watched:
         self.pid = process.pid
         self.gpus = gpus
         self.actor = actor
-        self.memory_used: int | None = None  # of its GPUs, before it has done anything
+        self.memory_used = process.memory_used
         self.process = psutil.Process(process.pid)
         self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
@@ -182,9 +186,8 @@ class NodeAgent:
         self._watched[worker_id] = None
         # it has gone already
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-            watched = self._watched[worker_id] = Watched(process, gpus, actor)
+            self._watched[worker_id] = Watched(process, gpus, actor)
             self._telemetry.watch(gpus)
-            watched.memory_used = await self._telemetry.memory_used(gpus)
 
     def _watch_driver(self) -> None:
         if self._driver is None:

@@ -254,6 +254,7 @@ class PoolWorker:
             tuple(filter(None, itertools.starmap(uuid_of, pairs))),
             found[0].name if found and found[0] is not None else None,
         )
+        before = self._inventory.memory_used(self._info.gpus)  # the setup may use them
         if given:
             total_bytes = found[0].total_bytes if found[0] is not None else None
             self._upkeep = GpuMemoryCare(
@@ -278,7 +279,7 @@ class PoolWorker:
             return Refusal(f"its setup failed, {words}")
         if self._upkeep is not None:
             self._upkeep.begin_anew()
-        process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
+        process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board, before)
         fork_problem = os.environ.pop(fork_client.REFUSED, None)
         node_id = ray.get_runtime_context().get_node_id()
         return Introduction(self._info, process, node_id, mps_problem, fork_problem)
