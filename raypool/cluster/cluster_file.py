@@ -72,7 +72,9 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
 
 NEXT = {
     "kubernetes": "kubectl apply -f {}",
-    "sky": f"sky launch {{}} --secret {skypilot.TOKEN}=$(openssl rand -hex 32)",
+    # in the command itself, other users of this machine would see the token
+    "sky": f"export {skypilot.TOKEN}=$(openssl rand -hex 32);"
+    f" sky launch {{}} --secret {skypilot.TOKEN}",
 }
 """The commands that start what a file describes, where that is not `raypool cluster up`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import secrets
@@ -146,7 +147,11 @@ class Submission:
             self.show(piece)
         info = jobs.wait(job_id)
         self.say(f"Job {job_id} has ended: {info.state}, exit status {info.exit_status}.")
-        if isinstance(jobs, Jobs) and self.training.machines > 1 and (idle := idle_machines(jobs)):
+        idle = None
+        if isinstance(jobs, Jobs) and self.training.machines > 1:
+            with contextlib.suppress(CloudError, KeyError, TypeError):  # it is only a hint
+                idle = idle_machines(jobs)
+        if idle:
             self.say(
                 f"Nothing ran on {idle}: the script runs on the master, and a pool that it opens"
                 " uses machines with GPUs. Leave out unused machines."

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -265,6 +266,8 @@ def until(
     for name, value in (("seconds", seconds), ("score", score)):
         if value is not None and not isinstance(value, Real):
             raise InvalidTypeError(f"until({name}={value!r}) is not a number.")
+    if score is not None and not math.isfinite(score):
+        raise InvalidValueError(f"until(score={score!r}) is not finite.")
     if seconds is not None and not seconds > 0:
         raise InvalidValueError(f"until(seconds={seconds!r}) must be more than 0.")
     patience = optional_count("patience", patience, least=1)

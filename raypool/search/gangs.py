@@ -200,6 +200,10 @@ class GangSearch(Search):
             if rank == 0:
                 self._work.feed.add_row((moment, index, attempt, metrics))
 
+    def _is_queued(self, trial: Trial) -> bool:
+        training = None if trial.part is None else self._trainings.get(trial.part)
+        return training is not None and training.started_at is None
+
     def _ask_to_stop(self, trial: Trial) -> None:
         assert trial.part is not None
         if (training := self._trainings.get(trial.part)) is not None:

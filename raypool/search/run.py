@@ -278,10 +278,11 @@ def run_search(
             f"{type(wanted.stop).__name__.lower()}() needs run_dir: trials that wait without a"
             " worker leave their checkpoints there."
         )
+    where = target._where()  # first: what it raises leaves no folder in use
     work = search_work(engine, options, fn, wanted)
-    spec = options.spec(work.function.fn_id, target._where(), fail_fast=False)
-    if wanted.stop is not None:
-        spec = spec._replace(chunk_size=1)
+    spec = options.spec(work.function.fn_id, where, fail_fast=False)
+    if wanted.stop is not None or wanted.stop_when is not None:
+        spec = spec._replace(chunk_size=1)  # nobody can stop the second of a call before it begins
     engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(wanted.on_end, work) as notice:
         with (
@@ -523,7 +524,20 @@ class Search(LoopRun):
             elif trial.state == "failed" and self._members is not None:
                 self._members.leave(trial.index)
         for trial in self.trials:
+            self._fit_to_levels(trial)
             self._continue(trial)
+
+    def _fit_to_levels(self, trial: Trial) -> None:
+        """Let a trial of a call with more rungs be at one that there is."""
+        if not self._levels:
+            return
+        last = len(self._levels) - 1
+        trial.rung = min(trial.rung, last)
+        if self._members is not None and trial.lineage and trial.lineage[2] >= last:
+            raise InvalidValueError(
+                f"{self._work.run_dir} holds a population that pauses at other epochs. Use the same"
+                " every= and max_epochs=, or another run_dir."
+            )
 
     def _continue(self, trial: Trial) -> None:
         """Bring a trial of an earlier call to where it was."""
@@ -548,6 +562,9 @@ class Search(LoopRun):
         if saved_at is not None and has_paused(trial, saved_at, reported_at, self._levels):
             self._end_part(trial, None, None)
         elif is_interrupted:
+            if self._rungs is not None and not any("epoch" in each.metrics for each in reports):
+                # what came after its last rung runs again
+                trial.num_reports = self._levels[trial.rung - 1] if trial.rung else 0
             self._interrupted.append(trial)
         elif trial.state == "running" and kept is not None:
             self._end_part(trial, kept.value, kept.error)
@@ -618,6 +635,7 @@ class Search(LoopRun):
             trial.handle.set_user_attr(RUNG, trial.rung)  # before it changes its checkpoint
         has_run = trial.part is not None or trial.index in self._work.restored
         trial.part = self._num_parts
+        trial.num_before, trial.attempt = trial.num_reports, 1
         self._num_parts += 1
         self._work.queue(trial.index, has_run=has_run)
         if self._num_parts - self._num_sent >= self._group:
@@ -664,15 +682,25 @@ class Search(LoopRun):
             return False  # all have run
         self.ended_by = why
         logger.info("%s ends after %d trials: %s.", self._work.label, len(self.trials), why)
-        for trial in unended:
-            if trial.state == "running" and trial.part is not None and not trial.stopped_by:
+        begun = [trial for trial in unended if trial.state == "running" and trial.part is not None]
+        # first those in the queue: they would begin where others stop
+        for trial in sorted(begun, key=self._is_queued, reverse=True):
+            if trial.stopped_by:
+                continue
+            if self._is_queued(trial):
+                trial.stopped_by = "stop_when"
+                self._cancel_trial(trial)
+            else:
                 self._stop_trial(trial, "stop_when")
         return True
+
+    def _is_queued(self, trial: Trial) -> bool:
+        return self._work.newest_run(trial.index)[1] == "waits"
 
     def _sent(self, index: int) -> TrialPart:
         trial = self.trials[index]
         is_again = trial.is_again or trial.epochs >= trial.until
-        return TrialPart(trial.config, trial.until, trial.num_reports, trial.epochs, is_again)
+        return TrialPart(trial.config, trial.until, trial.num_before, trial.epochs, is_again)
 
     def _show(self) -> None:
         parts = [self._study.summary(self._options.score_name)]
@@ -778,6 +806,8 @@ class Search(LoopRun):
 
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
+        if report.attempt > trial.attempt:  # it counts again from where the part began
+            trial.attempt, trial.num_reports = report.attempt, trial.num_before
         # after it was cancelled and told, its last reports may still come
         value = self._study.note_report(report) if trial.state == "running" else None
         if value is not None and not self._has_warned:

@@ -45,6 +45,7 @@ class Trial:
     newest part in the loop's order. `until`: the epochs at which that part ends. `is_again`:
     whether that part began in an earlier call, and left a checkpoint. `state`: "running", "waiting"
     at a rung, "complete", "pruned", "failed", or "unfinished" if a watcher cancelled it.
+    `num_before`: its reports before that part; `attempt`: the newest attempt at the part.
     `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an earlier call.
     `lineage`: the trials that it took over from and replaced, and the rung of the checkpoint; empty
     for one that began by itself.
@@ -59,6 +60,8 @@ class Trial:
     epochs: int = 0
     noted_epochs: int = 0
     num_reports: int = 0
+    num_before: int = 0
+    attempt: int = 1
     rung: int = 0
     until: float = math.inf
     part: int | None = None
@@ -136,7 +139,7 @@ class TrialStudy:
             handle = self._study.ask(self._space.distributions)
         if self._is_shared and self._run_dir is not None:
             handle.set_user_attr(OWNER, str(self._run_dir))
-        return self._add(handle, handle.params)
+        return self._add(handle.number, handle, handle.params)
 
     def add_child(self, params: dict[str, Any], lineage: Sequence[int]) -> Trial:
         """Return a new trial with these parameters, which takes over from another."""
@@ -164,27 +167,29 @@ class TrialStudy:
         """Take a trial that the study has already."""
         import optuna
 
-        # private, but there is no other way to the handle of a trial
-        handle = optuna.trial.Trial(self._study, frozen._trial_id)
-        params, is_told = frozen.params, frozen.state.is_finished()
-        if not is_told:  # its process may have died in the middle of the suggestions
+        handle, params = None, frozen.params
+        if not frozen.state.is_finished():
+            # private, but there is no other way to the handle of a trial
+            handle = optuna.trial.Trial(self._study, frozen._trial_id)
+            # its process may have died in the middle of the suggestions
             params = {
                 name: handle._suggest(name, each)
                 for name, each in self._space.distributions.items()
             }
-        trial = self._add(handle, params)
+        trial = self._add(frozen.number, handle, params)
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
         trial.lineage = frozen.user_attrs.get(PARENT, ())
         trial.rung = frozen.user_attrs.get(RUNG, 0)
-        if is_told:
-            trial.state, trial.handle = STATES[frozen.state.name], None
+        if handle is None:
+            trial.state = STATES[frozen.state.name]
             if frozen.value is not None and math.isfinite(frozen.value):
                 trial.score = frozen.value
         return trial
 
-    def _add(self, handle: optuna.trial.Trial, params: Mapping[str, Any]) -> Trial:
-        config = self._space.config(params)
-        trial = Trial(len(self.trials), handle.number, handle, config)
+    def _add(
+        self, number: int, handle: optuna.trial.Trial | None, params: Mapping[str, Any]
+    ) -> Trial:
+        trial = Trial(len(self.trials), number, handle, self._space.config(params))
         self.trials.append(trial)
         return trial
 
@@ -270,6 +275,8 @@ class TrialStudy:
             score = self.comparable(score)
             self.pass_on(trial, score)  # Optuna takes it for the score of a pruned trial
             if state == "pruned":
+                if trial.epochs == 0 and trial.handle is not None:  # it returned its first score
+                    trial.handle.report(score, step=0)
                 tell(state=TrialState.PRUNED)
             else:
                 tell(score)

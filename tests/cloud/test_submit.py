@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from raypool.cli.main import main
 from raypool.cluster import begin, launcher, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.job_files import Training
+from raypool.cluster.jobs import JobInfo, Jobs
 from raypool.cluster.training_jobs import Submission, find_script, run_on_own
 from raypool.errors import CloudError
 from raypool.profiles import Profile
@@ -692,6 +694,35 @@ def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
     assert asked_from == [0, 5, 10]
     assert log.count("step\n") == 3
     assert log[-1] == "down a-cluster.yaml"
+
+
+def test_a_hint_that_fails_hides_no_exit_status(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of machines that did nothing: Ray's dashboard fails in the end."""
+    now = datetime.now(UTC)
+    over = JobInfo(
+        id="job_1",
+        name="job",
+        state="finished",
+        command="",
+        message="",
+        exit_code=0,
+        submitted_at=now,
+        finished_at=now,
+        node=None,
+        metadata={},
+    )
+
+    def fail(*_: object, **__: object) -> None:
+        raise CloudError("no answer", status=500)
+
+    monkeypatch.setattr(Jobs, "follow", lambda *_: iter(["it runs"]))
+    monkeypatch.setattr(Jobs, "wait", lambda *_: over)
+    monkeypatch.setattr(Training, "machines", 2)
+    jobs = Jobs.__new__(Jobs)  # it would ask for a dashboard
+    jobs.dashboard = SimpleNamespace(get=fail)
+    assert submission.follow(jobs, "job_1") == 0
 
 
 def test_a_cluster_that_does_not_go_away_hides_no_exit_status(

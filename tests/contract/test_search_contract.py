@@ -549,20 +549,27 @@ def test_a_search_ends_early(pool: ParallelPool, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.concurrent
 def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks: Marks) -> None:
+    # each worker may have the next trial already, and that of the first trial yet another
+    most = 2 * pool.num_workers + 1
+
     def train(config: dict[str, Any]) -> float | None:
         marks.add("begun")
         if current_task().index == 0:
-            while marks.count("begun") < 2:
+            while marks.count("begun") < 3:
                 pass
             return 1.0
-        while not current_task().should_stop:
+        while not current_task().should_stop and marks.count("begun") <= most:
             pass
-        return None if current_task().index == 1 else 0.0  # asked before it has a score
+        return None if current_task().index == 1 else 0.5  # asked before it has a score
 
-    found = pool.search(train, SPACE, num_trials=9, stop_when=search.until(score=1))
+    over = search.until(score=1)
+    found = pool.search(train, SPACE, num_trials=40, max_in_flight=20, stop_when=over)
+    assert marks.count("begun") <= most, "those in the queue do not start"
     assert states(found.study)["COMPLETE"] == 1
-    assert states(found.study)["PRUNED"] == len(found) - 1 < 8
+    assert states(found.study)["PRUNED"] == len(found) - 1 < 39
     assert found.best.score == 1
+    values = [trial.value for trial in found.study.trials]
+    assert (values[1], values[2]) == (None, 0.5)
 
 
 @pytest.mark.concurrent
@@ -793,6 +800,64 @@ def test_trials_that_were_interrupted_at_a_rung_continue_there(tmp_path: Path, m
         assert reports["epoch"].is_monotonic_increasing, "those of earlier calls come first"
 
 
+def test_epochs_are_counted_from_where_an_attempt_began(pool: ParallelPool, tmp_path: Path) -> None:
+    """Of a function that reports none: those of a lost attempt do not count."""
+    trained: dict[float, int] = {}
+    failed = set()
+
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            trained[config["x"]] = epoch + 1
+            report(accuracy=config["x"] * (epoch + 1))
+            if epoch == 5 and config["x"] not in failed:
+                failed.add(config["x"])
+                raise OSError("the disk is away")
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return
+
+    found = pool.options(retry_on=OSError, retries=1).search(
+        train, SPACE, metric="accuracy", num_trials=9, seed=0, stop=HALVING, run_dir=tmp_path
+    )
+    assert failed
+    frame = found.to_frame()
+    assert frame["epochs"].tolist() == [trained[x] for x in frame["x"]]
+
+
+def test_a_search_continues_with_fewer_rungs(
+    pool: ParallelPool, marks: Marks, tmp_path: Path
+) -> None:
+    train = trainer(marks)
+    pool.search(train, SPACE, metric="accuracy", num_trials=9, stop=HALVING, run_dir=tmp_path / "h")
+    fewer = search.halving(max_epochs=3)
+    found = pool.search(
+        train, SPACE, metric="accuracy", num_trials=12, stop=fewer, run_dir=tmp_path / "h"
+    )
+    assert len(found) == 12
+
+    def grow(stop: search.Population) -> SearchResults:
+        return pool.search(
+            gather, RATES, metric="total", mode="max", stop=stop, run_dir=tmp_path / "p", seed=0
+        )
+
+    grow(POPULATION)
+    with pytest.raises(InvalidValueError, match="pauses at other epochs"):
+        grow(search.population(size=8, every=20, max_epochs=40))
+
+
+def test_another_sampler_continues_a_search(pool: ParallelPool, tmp_path: Path) -> None:
+    pool.search(score, SPACE, num_trials=2, run_dir=tmp_path)
+    grid = optuna.samplers.GridSampler({"x": [0.1, 0.2, 0.3], "kind": ["a"]}, seed=0)
+    found = pool.search(score, SPACE, num_trials=4, run_dir=tmp_path, sampler=grid)
+    assert states(found.study) == {"COMPLETE": 4}
+
+
+def test_a_wrong_worker_leaves_no_folder_in_use(pool: ParallelPool, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="no worker 7"):
+        pool.options(worker=7).search(score, SPACE, num_trials=2, run_dir=tmp_path)
+    assert len(pool.search(score, SPACE, num_trials=2, run_dir=tmp_path)) == 2
+
+
 def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -870,6 +935,7 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         (lambda: search.choice(), "no values"),
         (lambda: search.until(), r"until\(\) needs seconds="),
         (lambda: search.until(seconds=0), "must be more than 0"),
+        (lambda: search.until(score=math.inf), "is not finite"),
         (lambda: search.halving(max_epochs=1), "must be more than min_epochs=1"),
         (lambda: search.population(size=3, every=1, max_epochs=9), "size must be at least 4"),
         (lambda: search.population(size=4, every=9, max_epochs=9), "must be more than every=9"),
