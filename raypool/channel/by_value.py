@@ -43,7 +43,7 @@ NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 def reduced(value: Any) -> Any:
     """Return what a pickler's `reducer_override` does for a value, or `NotImplemented`."""
     kind = type(value)
-    if kind in NAMED and not _is_importable(value):
+    if kind in NAMED and not is_importable(value):
         return NAMED[kind](value)
     if kind is weakref.WeakKeyDictionary:  # `functools.singledispatch` has one
         return weakref.WeakKeyDictionary, (dict(value),)
@@ -152,7 +152,7 @@ def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
     vars(value).update(state, lock=threading.RLock())
 
 
-def _is_importable(value: Any) -> bool:
+def is_importable(value: Any) -> bool:
     """Whether other processes find a value by name, as cloudpickle judges of functions."""
     name = value.__module__
     if name == "__main__":

@@ -88,6 +88,12 @@ class CapturedStream:
         """Only flush: the stream is this process's, which outlives the task that closes it."""
         self.flush()
 
+    def __enter__(self) -> CapturedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+
     def writelines(self, lines: Iterable[str]) -> None:
         """Write some lines."""
         for line in lines:

@@ -71,13 +71,14 @@ class Outbox:
 
     def __init__(self, send: Callable[[int, bytes], object]) -> None:
         self._send = send
-        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry,
+        # Simple queues and locks in C only: a signal may interrupt a thread that adds an entry,
         # and raise there.
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell
         self._num_bytes = 0
-        self._counting = threading.Lock()
+        # reentrant: a finalizer that happens to run while it is locked may print
+        self._counting = threading.RLock()
         # by queue: of those that keep only the newest few
         self._latest: dict[str, deque[bytes]] = {}
         self._number = 0
@@ -112,12 +113,12 @@ class Outbox:
             InvalidValueError: This is a forked child of the process that the outbox belongs to.
         """
         self._check_here()
+        kept: deque[bytes] = deque(maxlen=maxsize)
         with self._counting:
             if key not in self._latest:
                 # first: if a signal interrupts here, an entry for nothing does no harm
                 self._entries.put(("latest", key, b""))
-                self._latest[key] = deque(maxlen=maxsize)
-            self._latest[key].append(payload)
+            self._latest.setdefault(key, kept).append(payload)
         self._ring("latest")
 
     def _check_here(self) -> None:

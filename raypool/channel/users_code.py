@@ -306,10 +306,11 @@ def _contents(module: types.ModuleType) -> list[Any]:
     for name, value in list(vars(module).items()):
         if name.startswith("__"):  # the import system's own, which a reload that fails changes too
             continue
-        if isinstance(value, type) and value.__module__ == module.__name__:
+        kind = type(value)  # `isinstance` would ask the value: a dead weak reference raises
+        if issubclass(kind, type) and value.__module__ == module.__name__:
             found += [_code_in(part) for part in list(vars(value).values())]
         # a model would stay in memory
-        if isinstance(value, (types.FunctionType, type, *CONSTANTS)):
+        if issubclass(kind, (types.FunctionType, type, *CONSTANTS)):
             found.append(_code_in(value))
     return found
 

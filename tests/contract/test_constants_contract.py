@@ -112,6 +112,7 @@ def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(
     assert marks.all() == sorted(f"cleaned by {pid}, made by {pid}" for pid in pids)
 
 
+@pytest.mark.everywhere
 def test_a_cleanup_that_fails_keeps_no_other_from_being_done(
     make_pool: Any, marks: Any, caplog: Any
 ) -> None:
@@ -119,13 +120,13 @@ def test_a_cleanup_that_fails_keeps_no_other_from_being_done(
         marks.add("failed")
         raise ValueError("on purpose")
 
-    with make_pool(1) as pool:
+    with make_pool(1, teardown=lambda: marks.add("torn down")) as pool:
         tables = [
             pool.constant(lambda: 1, cleanup=fail),
             pool.constant(lambda: 2, cleanup=lambda _: marks.add("cleaned")),
         ]
         assert pool.parfeval(lambda: [table.value for table in tables]).result(300) == [1, 2]
-    assert marks.all() == ["cleaned", "failed"]
+    assert marks.all() == ["cleaned", "failed", "torn down"]
     assert "on purpose" in caplog.text
 
 

@@ -95,6 +95,33 @@ def test_an_exception_that_cannot_be_annotated(pool: ParallelPool) -> None:
         pool.parfor(fn, range(5))
 
 
+class Unready(Exception):
+    """Has attributes that raise."""
+
+    @property
+    def results(self) -> None:
+        raise KeyError("not yet")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_an_exception_whose_attributes_raise(pool: ParallelPool) -> None:
+    def fn(i: int) -> None:
+        if i == 0:
+            raise Unready("a")
+        if i == 1:
+            raise SyntaxError("bad", ("file", "3", "a", 5))  # type: ignore[arg-type]  # a text that is none
+        error = ValueError("b")
+        error.__notes__ = None  # type: ignore[assignment]
+        raise error
+
+    errors = pool.parfor(fn, range(3), on_error="collect").errors
+    names = [type(error).__name__ for error in errors.values()]
+    assert names[1:] == ["SyntaxError", "ValueError"]
+    assert "Unready" in f"{names[0]} {errors[0]}"
+
+
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")

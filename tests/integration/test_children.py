@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raypool import ParallelPool
+from raypool import ParallelPool, parpool
+from tests.conftest import Gate
 
 
 class Data(torch.utils.data.Dataset[int]):
@@ -75,3 +79,48 @@ def test_proxies_of_a_manager_reach_what_they_stand_for(shared_pool: ParallelPoo
             queue.put(number)
         assert sorted(shared_pool.map(take_a_turn, [shared] * 2, [queue] * 2)) == [0, 1]
         assert shared["turns"] == 2
+
+
+SPAWNED = """
+import multiprocessing
+from dataclasses import dataclass
+from raypool import parpool
+
+@dataclass
+class Item:
+    value: int
+
+def double(item):
+    return Item(2 * item.value)
+
+def main():
+    with parpool(1, quiet=True) as pool:
+        print(pool.parfor(double, [Item(1), Item(2)])[:])
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=main)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_pool_in_a_spawned_process_runs_the_functions_of_the_script(tmp_path: Path) -> None:
+    """There the script has another name, which workers do not know."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[Item(value=2), Item(value=4)]\n", done.stderr
+
+
+def end_a_busy_child(gate: Gate) -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=gate.wait)
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode
+
+
+def test_a_busy_child_on_slurm_can_be_ended(ray_session: None, gate: Gate) -> None:
+    """Workers, and what they fork, ignore Slurm's SIGTERM."""
+    with parpool(1, env={"RAYPOOL_SLURM": "1"}, quiet=True) as pool:
+        assert pool.parfeval(end_a_busy_child, gate).result(300) == -9

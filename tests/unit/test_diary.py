@@ -181,6 +181,14 @@ class Failing(io.StringIO):
         raise self._error
 
 
+def test_a_stream_is_a_context_that_stays_open(listener: Listener) -> None:
+    stream = CapturedStream("stdout", io.StringIO())
+    for text in ("one", "two"):
+        with listener.in_task(), stream as out:
+            print(text, file=out)
+    assert listener.text == "one\ntwo\n"
+
+
 def test_what_is_printed_after_a_stream_was_closed_beneath_is_heard_and_no_error(
     listener: Listener,
 ) -> None:

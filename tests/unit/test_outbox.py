@@ -334,3 +334,31 @@ def test_of_queues_that_keep_the_latest_only_those_are_sent_and_nobody_waits(
     assert [payload for _, key, payload in sent if key == "few"] == [b"997", b"998", b"999"]
     assert [payload for _, key, payload in sent if key == "one"] == [b"999", b"next"]
     assert {kind for kind, *_ in sent} == {"queue"}
+
+
+class Noisy:
+    """Something in a cycle, which prints as the collector finds it."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox, self.me = outbox, self
+
+    def __del__(self) -> None:
+        self.outbox.say(note_of(self.outbox), "text", "gone")
+
+
+def test_a_finalizer_may_print_while_a_value_is_put(outbox: Outbox) -> None:
+    def put() -> None:
+        for number in range(20_000):
+            Noisy(outbox)
+            _ = [[] for _ in range(number % 7)]  # the collector runs at another line each time
+            outbox.send_latest(str(number % 7), 1, b"x")
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        thread.join(120)
+    finally:
+        gc.set_threshold(*threshold)
+    assert not thread.is_alive()

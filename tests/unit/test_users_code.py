@@ -9,6 +9,7 @@ import importlib
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -151,3 +152,17 @@ def test_generators_are_found_while_another_thread_imports_numpy_and_torch(
     for name in ("numpy.random", "torch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # it has no names yet
     assert [found.value for found in generators_of(lambda: own.random())] == [own]
+
+
+class Lazy:
+    """An object of a framework that is not set up."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("settings are not configured")
+
+
+def test_a_global_that_does_not_say_what_it_is(lab: ModuleType) -> None:
+    lab.current = weakref.proxy(Lazy())  # type: ignore[attr-defined]  # it is dead already
+    lab.settings = Lazy()  # type: ignore[attr-defined]
+    assert NAME in Project().look().versions

@@ -34,6 +34,7 @@ from raypool.backends.ray.packing import (
     StoredValues,
     bring_home,
     map_again,
+    send_script_by_value,
     unpack_narrowed,
     unpack_results,
 )
@@ -101,6 +102,7 @@ class RayBackend:
         self._traffic = traffic
         hub.on_early = self._on_early
         map_again()
+        send_script_by_value()
         self._placement = Placement(profile)
         self.may_move, self.demands = self._placement.may_move, self._placement.demands
         self._slots: dict[int, Slot] = {}

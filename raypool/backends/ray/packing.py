@@ -378,7 +378,7 @@ def _pickled_by_name(value: Any) -> bytes | None:
     As cloudpickle's, in a tenth of its time: most of the cost of a future.
     """
     if isinstance(value, FunctionType) and (
-        value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value()
+        value.__module__ is None or not by_value.is_importable(value)
     ):
         return None
     if isinstance(value, FunctionType) or (
@@ -457,6 +457,16 @@ def bring_home(stays: bool) -> None:
     for values in stored:
         with contextlib.suppress(Exception):  # whoever asks for the value gets the error
             values.get()
+
+
+def send_script_by_value() -> None:
+    """Let functions of a script travel, also in a process that `multiprocessing` has spawned.
+
+    There the script is the module `__mp_main__`, which workers do not have.
+    """
+    script = sys.modules.get("__mp_main__")
+    if script is not None:
+        cloudpickle.register_pickle_by_value(script)
 
 
 def map_again() -> None:
@@ -602,18 +612,24 @@ def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResu
 
 def pack_error(error: BaseException) -> bytes:
     """Pickle an exception and its traceback; its text alone if that fails."""
-    if isinstance(getattr(error, "results", None), Results):
-        # of a loop within the task; the outer loop's error gets its own results
-        del error.results  # type: ignore[attr-defined]
-    text = traceback_text(error)
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    text = summary = type(error).__name__
+    notes: list[str] = []
+    with contextlib.suppress(Exception):  # the user's attributes, which may raise anything
+        if isinstance(getattr(error, "results", None), Results):
+            # of a loop within the task; the outer loop's error gets its own results
+            del error.results  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):
+        text = traceback_text(error)
+    with contextlib.suppress(Exception):
+        summary = "".join(traceback.format_exception_only(error)).strip()
+    with contextlib.suppress(Exception):
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
     try:
         parcel = dump(error, sys.maxsize)
         body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
         pickle.loads(body)  # it may be an exception that cannot be unpickled
     except BaseException:  # it runs the user's code
         body = None
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
     return pickle.dumps((body, summary, text, notes), protocol=5)
 
 

@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
+from multiprocessing import popen_fork
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -201,6 +202,8 @@ class PoolWorker:
             # Ray has blocked it, and tasks are told otherwise. Not blocked for what tasks start.
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            # forked children ignore it as well, and `Pool` would wait for them forever
+            popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
         else:
             signal.signal(signal.SIGTERM, terminate)
         self._sharing = sharing
@@ -436,13 +439,17 @@ class PoolWorker:
 
     def wind_up(self, teardown: Packed | None) -> str | None:
         """Clean up constants and call the teardown; return the traceback of a failure."""
+        problems = []
         try:
-            set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
-        except Exception as error:  # the driver warns of it
-            return "".join(traceback.format_exception(error))
+            # each, whatever the other raises
+            for chore in (discard_all, lambda: teardown is not None and unpack(teardown)()):
+                try:
+                    set_up([chore], self._info)
+                except (Exception, SystemExit) as error:  # the driver warns of it
+                    problems.append("".join(traceback.format_exception(error)))
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
-        return None
+        return "\n".join(problems) or None
 
 
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
