@@ -6,7 +6,9 @@ order. It never waits for a worker, and no other thread touches the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import threading
 from array import array
 from collections import Counter
@@ -53,6 +55,8 @@ from raypool.worker.running import is_interrupt
 if TYPE_CHECKING:
     from raypool.engine.loop import LoopWork
     from raypool.engine.trace import TraceWriter
+
+logger = logging.getLogger("raypool")
 
 CLOSED = "The pool is closed. Open another with parpool()."
 
@@ -278,34 +282,41 @@ class Driver:
 
     def _give_up(self, error: BaseException) -> None:
         self.crash = error  # a mistake of raypool's own: nobody may be left waiting
-        self._close()
+        try:
+            self._close()
+        except Exception:
+            logger.exception("The end of a pool whose driver failed was not clean.")
 
     def _close(self) -> None:
-        try:
-            self._backend.close()
-        finally:
+        with contextlib.ExitStack() as steps:  # the last first, each whatever the others raise
+            steps.callback(self._end_works)
+            steps.callback(self._take_no_more)
+            steps.callback(self._tell.closed)
             if self._record is not None:
-                self._record.close()
-            self._tell.closed()
-            with self._submit_lock, self.arrivals.changed:
-                chores = []
-                while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
-                    event, payload = message
-                    if isinstance(event, m.TaskSubmitted):  # too late
-                        self.works[event.spec.task_id] = payload
-                    elif event is None:
-                        chores.append(message)
-                for message in chores:
-                    self._inbox.put(message)
-                # from here on other threads take messages, too: see `do`
-                self.closed.set()
-                self.arrivals.changed.notify_all()
+                steps.callback(self._record.close)
+            steps.callback(self._backend.close)
+
+    def _take_no_more(self) -> None:
+        with self._submit_lock, self.arrivals.changed:
+            chores = []
+            while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
+                event, payload = message
+                if isinstance(event, m.TaskSubmitted):  # too late
+                    self.works[event.spec.task_id] = payload
+                elif event is None:
+                    chores.append(message)
+            for message in chores:
+                self._inbox.put(message)
+            # from here on other threads take messages, too: see `do`
+            self.closed.set()
+            self.arrivals.changed.notify_all()
+
+    def _end_works(self) -> None:
+        state = TaskState.FAILED if self.crash else TaskState.CANCELLED
+        with contextlib.ExitStack() as steps:
             # after a failure there are others too
-            for work in list(self.works.values()):
-                work.end(
-                    TaskState.FAILED if self.crash else TaskState.CANCELLED,
-                    self.crash_error() if self.crash else None,
-                )
+            for work in reversed(self.works.values()):
+                steps.callback(work.end, state, self.crash_error() if self.crash else None)
             self.works.clear()
 
     # --- incoming events --------------------------------------------------------------------------
@@ -320,7 +331,13 @@ class Driver:
         turn.event = event
         now = self._inbox.now()
         if self._record is not None:
-            self._record(now, event)
+            try:
+                self._record(now, event)
+            except OSError as error:  # a full disk, say
+                with contextlib.suppress(OSError):
+                    self._record.close()
+                self._record = None
+                self._tell.warn(f"The trace ends here: {error}. The pool continues without it.")
         commands = self.scheduler.handle(event, now)
         if commands and isinstance(commands[0], m.ParkWorker):
             self._tell.note(explanations.parked(len(commands)))

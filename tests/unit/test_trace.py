@@ -1,9 +1,11 @@
 """A recorded pool says what its scheduler was told, and how that was set."""
 
 import json
+import os
 
 import pytest
 
+from raypool import PoolBrokenError, Profile, parpool
 from raypool.core import messages as m
 from raypool.core.model import Report, TaskSpec
 from raypool.engine.trace import TraceWriter, decode, encode, read_settings, read_trace
@@ -75,3 +77,28 @@ def test_a_trace_that_was_cut_off_at_its_beginning_is_empty(tmp_path, left):
     trace = tmp_path / "events.jsonl"
     trace.write_text(left)
     assert replay(trace) == []
+
+
+def test_a_trace_that_can_no_longer_be_written_does_not_end_the_pool(tmp_path, caplog):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with parpool(profile=Profile(backend="inline", trace=tmp_path / "pipe"), quiet=True) as pool:
+        os.close(reader)
+        assert pool.parfeval(abs, -3).result(0) == 3
+    assert "The trace ends here" in caplog.text
+
+
+def test_a_driver_that_fails_again_as_it_closes_ends_all_futures(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("a mistake of raypool's own")
+
+    pool = parpool(profile=Profile(backend="inline", trace=tmp_path / "trace"), quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(TraceWriter, "__call__", fail)
+        patch.setattr(TraceWriter, "close", fail)
+        future = pool.parfeval(abs, -3)
+    with pytest.raises(PoolBrokenError, match="driver has failed"):
+        future.result(0)
+    pool.shutdown()
+    assert "was not clean" in caplog.text
+    pool._engine._trace.close()
