@@ -160,13 +160,13 @@ class TimerFired(NamedTuple):
 
 
 class ResizeRequested(NamedTuple):
-    """The pool got new places (`add`), or has to give back a number (`remove`) or these (`leave`).
+    """The pool got new places (`add`), or has to give back these (`leave`), or all but `size`.
 
     Of `leave`, places with tasks that are bound to their worker stay.
     """
 
     add: tuple[int, ...] = ()
-    remove: int = 0
+    size: int | None = None
     leave: tuple[int, ...] = ()
 
 

@@ -377,7 +377,7 @@ class Scheduler:
 
     def _on_resize_requested(self, event: m.ResizeRequested) -> None:
         is_known = not self.workers.places.keys().isdisjoint(event.add)
-        if is_known or len(set(event.add)) < len(event.add) or event.remove < 0:
+        if is_known or len(set(event.add)) < len(event.add) or (event.size or 0) < 0:
             self._impossible(event)
         if self.state is not PoolState.OPEN:
             self._out += [m.Vacate(place) for place in event.add]
@@ -388,7 +388,10 @@ class Scheduler:
         # retiring workers go anyway, and tasks are bound to the workers that have a lane
         staying = self.workers.retiring.keys() | self.workers.lanes.keys()
         self._let_go([worker for worker in named if worker.worker_id not in staying])
-        self._let_go(self.workers.least_needed(event.remove))
+        if event.size is not None:
+            # counted here: workers may have gone since the request
+            excess = max(self.workers.size - event.size, 0)
+            self._let_go(self.workers.least_needed(excess))
 
     def _let_go(self, workers: list[Worker]) -> None:
         for worker in workers:

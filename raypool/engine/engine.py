@@ -324,7 +324,7 @@ class Engine:
             if more > 0:
                 self.add_workers(more, more)
             elif more < 0:
-                self.driver.post(ResizeRequested(remove=-more))
+                self.driver.post(ResizeRequested(size=num_workers))
                 self.driver.barrier()  # `num_workers` is the new size on return
 
     def grow(self, most: int) -> None:

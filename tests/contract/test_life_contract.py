@@ -254,6 +254,22 @@ def test_resizing_in_two_threads_at_once_does_not_add_up(make_pool: Any) -> None
             pool.resize(1)
 
 
+@pytest.mark.threads
+def test_resizing_twice_in_a_callback_does_not_add_up(make_pool: Any) -> None:
+    is_done = threading.Event()
+
+    def shrink(_: Any) -> None:
+        pool.resize(2)
+        pool.resize(2)
+        is_done.set()
+
+    with make_pool(4) as pool:
+        pool.parfeval(abs, -3).add_done_callback(shrink)
+        assert is_done.wait(300)
+        assert pool.parfeval(abs, -4).result(300) == 4
+        assert pool.num_workers == 2
+
+
 # --- nothing to do --------------------------------------------------------------------------------
 
 

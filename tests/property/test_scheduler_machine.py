@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
-from raypool.core.model import Report, Slice, TaskSpec, TaskState
+from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
 
@@ -320,15 +320,14 @@ class World(RuleBasedStateMachine):
 
     @rule(
         places=st.lists(st.integers(0, 5), max_size=2, unique=True),
-        count=st.sampled_from([0, 0, 0, 1, 2]),
+        size=st.sampled_from([None, None, None, 0, 1, 2, 3]),
         leave=st.just([]) | st.lists(st.integers(0, 5), max_size=2, unique=True),
     )
-    def resize(self, places: list[int], count: int, leave: list[int]) -> None:
-        self.tell(
-            m.ResizeRequested(
-                tuple(place for place in places if place not in self.places), count, tuple(leave)
-            )
-        )
+    def resize(self, places: list[int], size: int | None, leave: list[int]) -> None:
+        new = tuple(place for place in places if place not in self.places)
+        self.tell(m.ResizeRequested(new, size, tuple(leave)))
+        if size is not None and self.scheduler.state is PoolState.OPEN:
+            assert self.scheduler.workers.size <= size
 
     @precondition(lambda self: len(self.jobs) > 25)
     @rule(cancel_queued=st.booleans(), cancel_running=st.booleans())

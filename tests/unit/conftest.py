@@ -99,7 +99,8 @@ class Pool:
 
     def resize(self, add: Any = (), remove: int = 0, leave: Any = ()) -> list[m.Command]:
         """Add places, take away workers, or those in some places."""
-        return self.tell(m.ResizeRequested(tuple(add), remove, tuple(leave)))
+        size = self.size + len(add) - remove if remove else None
+        return self.tell(m.ResizeRequested(tuple(add), size, tuple(leave)))
 
     def shutdown(
         self, cancel_queued: bool = False, cancel_running: bool = False

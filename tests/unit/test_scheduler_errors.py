@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypool.core.messages import AttemptFinished, TimerFired, WorkerReady
+from raypool.core.messages import AttemptFinished, ResizeRequested, TimerFired, WorkerReady
 from raypool.core.model import Report
 from raypool.core.scheduler import STORY_LENGTH
 from raypool.errors import InternalError
@@ -32,7 +32,7 @@ IMPOSSIBLE = {
     "a timer of a worker to come": lambda pool: pool.fire("ready", 2),
     "a place again": lambda pool: pool.resize(add=[5, 1]),
     "a place twice": lambda pool: pool.resize(add=[5, 5]),
-    "fewer than none are to go": lambda pool: pool.resize(remove=-1),
+    "fewer than none are to stay": lambda pool: pool.tell(ResizeRequested(size=-1)),
     "an attempt to come": lambda pool: pool.tell(AttemptFinished(0, 1, (Report(1),))),
     "an answer of a worker to come": lambda pool: pool.tell(AttemptFinished(2, 0, (Report(1),))),
     "too few reports": lambda pool: pool.tell(AttemptFinished(0, 0, ())),

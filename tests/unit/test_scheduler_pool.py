@@ -1,6 +1,15 @@
 """The pool's size, and its end."""
 
-from raypool.core.messages import BreakPool, ClosePool, DropPlace, EndTask, RunTasks, Vacate
+from raypool.core.messages import (
+    BreakPool,
+    ClosePool,
+    DropPlace,
+    EndTask,
+    PlaceLost,
+    ResizeRequested,
+    RunTasks,
+    Vacate,
+)
 from raypool.core.model import PoolState, Report, TaskState
 from raypool.errors import LossReason
 
@@ -105,7 +114,7 @@ def test_workers_that_tasks_are_bound_to_go_last(pool_of):
 
 def test_a_pool_without_workers_is_not_broken_until_something_waits_for_it(pool_of):
     pool = pool_of(1)
-    assert pool.resize(remove=5) == [Vacate(0)]
+    assert pool.resize(remove=1) == [Vacate(0)]
     pool.resize(add=[3])
     assert pool.state is PoolState.OPEN
     pool.resize(remove=1)
@@ -131,6 +140,13 @@ def test_what_waits_when_the_last_worker_goes_fails(pool_of):
         BreakPool(),
         EndTask(0, FAILED),
     ]
+
+
+def test_a_place_that_was_lost_meanwhile_is_not_given_back_once_more(pool_of):
+    pool = pool_of(3)
+    pool.tell(PlaceLost(0, LossReason.NODE))
+    assert pool.tell(ResizeRequested(size=1)) == [Vacate(2)]
+    assert pool.tell(ResizeRequested(size=1)) == []
 
 
 def test_a_place_can_be_given_back_and_added_again(pool_of):
