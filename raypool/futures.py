@@ -26,6 +26,7 @@ from raypool.errors import (
     CANCELLED,
     InvalidTypeError,
     InvalidValueError,
+    PoolClosedError,
     TaskCancelled,
     explains_calls,
     no_such_attribute,
@@ -362,6 +363,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     async def _awaited(self) -> T:
         import asyncio  # imported late: most programs do not need it
 
+        if self._state not in ENDED:
+            self.check_wait(None)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -404,14 +407,20 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return True, False, None if error is not None else self.result(), error
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that this thread does not wait for a future that only it can end. For the pool.
+        """Make sure that it can end while this thread waits for it. For the pool.
 
         Raises:
-            InvalidValueError: It would.
+            InvalidValueError: Only this thread can end it.
+            PoolClosedError: Only the process that this one was forked from can.
         """
         if timeout is not None and timeout <= 0:
             return
         for owner in self.owners:
+            if owner.is_forked:
+                raise PoolClosedError(
+                    f"Cannot wait for {self.name!r} here: this process was forked from the one that"
+                    " opened its pool, and only that one gets the result. Wait for it there."
+                )
             if owner.is_own_thread:
                 raise InvalidValueError(
                     f"Cannot wait for {self.name!r} here: this is the thread of its own pool (which"

@@ -1539,8 +1539,9 @@ class PoolPart(StaffedView):
         for task_id, work in works:
             if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
                 self._cancel(task_id, work)
+        driver = self._engine.driver
         # a task, or the callback of a future, would wait for itself
-        if wait and not in_task() and not self._engine.driver.is_own_thread:
+        if wait and not (in_task() or driver.is_own_thread or driver.is_forked):
             concurrent.futures.wait(
                 [work.holder for _, work in works if isinstance(work.holder, Future)]
             )

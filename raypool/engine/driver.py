@@ -86,6 +86,7 @@ class Driver:
         self.arrivals = Arrivals(lambda: self.closed.is_set())
         self.infos = self.arrivals.infos  # by place
         self.closed = threading.Event()
+        self.is_forked = False  # this process is a fork of the one that has opened the pool
         self.crash: BaseException | None = None
         self._inbox = inbox
         self._hub = hub

@@ -143,7 +143,6 @@ class Engine:
         self._lock = threading.Lock()  # of the functions: any thread submits
         self._size_lock = threading.Lock()
         self.is_closing = False
-        self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._has_noted = False
@@ -394,7 +393,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _forget_all() -> None:
     # in a child: the driver and Ray's threads did not come along
     for engine in list(_engines):
-        engine.is_closing = engine.is_forked = True
+        engine.is_closing = engine.driver.is_forked = True
         engine._why_closed = (
             "The pool works only in the process that opened it, and this process was forked from"
             " that. Start it with spawn (multiprocessing.get_context('spawn')), or open a pool"

@@ -796,7 +796,7 @@ class PoolSource:
     def is_forked(self) -> bool:
         """Whether this process can have no pool, as it was forked from one with it or with Ray."""
         if self._given is not None:
-            return self._given._engine.is_forked
+            return self._given._engine.driver.is_forked
         if not self._opening and gcp(create=False) is not None:
             return False
         return self._settings().backend == "ray" and is_forked()

@@ -157,6 +157,47 @@ def test_a_pool_leaves_the_process_as_it_was(run_python: Any) -> None:
     assert said == ["open True", "child -15", f"{in_child} 8 1", "closed True", "the user's Ray 1"]
 
 
+FORKED = """
+import asyncio, os, signal, threading, warnings
+from raypool import after_each, fetch_next, fetch_outputs, parpool
+warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
+gate = threading.Event()
+
+def attempt(action):
+    try:
+        return action()
+    except Exception as error:
+        return type(error).__name__
+
+async def awaited():
+    return await future
+
+with parpool(1, profile="threads", quiet=True) as pool:
+    part, _ = pool.partition(workers=[0])
+    future = part.parfeval(gate.wait)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        signal.alarm(100)  # if it hangs
+        said = [
+            attempt(future.result),
+            attempt(lambda: fetch_next([future])),
+            attempt(lambda: asyncio.run(awaited())),
+            attempt(part.shutdown),
+        ]
+        os.write(write, repr(said).encode())
+        os._exit(0)
+    os.close(write)
+    print(os.read(read, 10_000).decode())
+    gate.set()
+    print(future.result())
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_work_of_its_parent(run_python: Any) -> None:
+    said = run_python(FORKED).stdout.splitlines()
+    assert said == [f"{['PoolClosedError'] * 3 + [None]}", "True"]
+
+
 def test_a_thread_that_the_kernel_leaves_out_of_a_listing_makes_no_fork(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
