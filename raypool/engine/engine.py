@@ -151,8 +151,6 @@ class Engine:
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
         _engines.add(self)
-        if profile.setup is not None:
-            self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
         # once: a pool that is used now and then parks its workers again and again
@@ -252,6 +250,7 @@ class Engine:
 
         Raises:
             ResourceError: There are fewer places than `least`.
+            SerializationError: The setup cannot be sent.
             StartupError: Fewer workers than `least` came up (None: than were claimed).
         """
         if self.driver.is_own_thread:
@@ -259,6 +258,9 @@ class Engine:
                 "A pool cannot grow in the callback of a future: it would wait for itself. Use a"
                 " thread."
             )
+        if self.profile.setup is not None and not self.driver.setups:
+            # not in `__init__`: after an error here, the caller shuts the engine down
+            self.driver.setups.append(self.function(self.profile.setup))
         places = self.backend.claim(least, most)
         # before the event: a failure that nobody waits for is a warning instead
         self.driver.arrivals.expect(places)

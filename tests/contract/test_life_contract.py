@@ -18,7 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import ParallelPool, PoolClosedError, StartupError, current_task
+from raypool import (
+    ParallelPool,
+    PoolClosedError,
+    SerializationError,
+    StartupError,
+    current_task,
+)
+from raypool.backends.local import InlineBackend
 from raypool.engine.driver import Arrivals
 
 pytestmark = pytest.mark.semantics
@@ -127,6 +134,23 @@ def test_a_setup_that_fails_is_told_of_once(
     with pytest.raises(StartupError, match="its setup failed"):
         make_pool(1, setup=lambda: 1 // 0)
     assert caplog.text == ""
+
+
+@pytest.mark.threads
+def test_of_a_pool_whose_setup_cannot_be_sent_nothing_is_left(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SerializationError("a lock cannot be sent")
+
+    before = threading.enumerate()
+    with monkeypatch.context() as patch:
+        patch.setattr(InlineBackend, "pack", refuse)
+        with pytest.raises(SerializationError, match="a lock"):
+            make_pool(1, setup=print)
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.semantics
