@@ -165,6 +165,9 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     # 0: in this process, with the pool's store
     target = view._serial(view._engine.find_way) if max_workers == 0 else view._target()
     engine, options = target._engine, target._options
+    if seed is not None and engine.profile.backend == "threads":
+        # its items take turns: in a worker, one that waits would use up its `timeout_s`
+        max_workers = 1
     function = engine.function(fn)
     if seed is None:  # with a seed each item has its own numbers
         engine.warn_of_generators(fn)

@@ -79,6 +79,27 @@ MOST_WORKERS = 1024
 logger = logging.getLogger("raypool")
 
 
+_seeding = threading.RLock()
+"""Held by the call whose seeds the random generators of this process have, of whatever pool.
+
+Reentrant: a seeded item may run a seeded loop.
+"""
+
+
+def _renew_lock() -> None:
+    # in a forked child: another thread of the parent may have held it
+    global _seeding
+    _seeding = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _turn(parts: Sequence[Part]) -> contextlib.AbstractContextManager[Any]:
+    is_seeded = any(part.seed is not None for part in parts)
+    return _seeding if is_seeded else contextlib.nullcontext()
+
+
 class Rank(NamedTuple):
     """A running rank; the first of a gang has no thread of its own."""
 
@@ -258,9 +279,9 @@ class InlineBackend:
         if part.timeout_s is not None and self._limits_time and not is_late_rank:
             limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
         here = self._surroundings(worker_id, functions)
-        call = (worker_id, attempt_id, parts, here, contextlib.nullcontext())
+        call = (worker_id, attempt_id, parts, here)
         if not part.is_rank:
-            with limit:
+            with _turn(parts), limit:
                 self._call(*call)
             return
         thread = None
@@ -356,11 +377,10 @@ class InlineBackend:
         attempt_id: int,
         parts: Sequence[Part],
         here: Surroundings,
-        turn: contextlib.AbstractContextManager[Any],
     ) -> bool:
         """Run a call and post the result; False if raypool failed, and the worker with it."""
         try:
-            with turn, listening():
+            with listening():
                 raw = self._run_parts(attempt_id, parts, here)
         except Exception as error:
             # raypool's own mistake, not the user's: nobody may be left waiting
@@ -438,7 +458,6 @@ class ThreadsBackend(InlineBackend):
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._ended: list[tuple[WorkerInfo, ThreadGuard, threading.Thread]] = []  # see `_forget`
-        self._seeding = threading.Lock()  # held by the item whose seed the random generators have
         # by attempt: they give up workers that do not stop
         self._graces: dict[int, list[threading.Timer]] = {}
         self._watch = Watch()
@@ -513,9 +532,6 @@ class ThreadsBackend(InlineBackend):
         behind: int | None,
     ) -> None:
         """Hand the call to the thread."""
-        # the global random generators are the process's: items with a seed run one at a time
-        is_seeded = any(part.seed is not None for part in parts)
-        turn = self._seeding if is_seeded else contextlib.nullcontext()
         here, early = self._surroundings(worker_id, functions), self._early[worker_id]
 
         def call() -> bool:
@@ -524,7 +540,8 @@ class ThreadsBackend(InlineBackend):
                 self._post(AttemptFinished(worker_id, attempt_id, ()), nothing)
                 return True
             try:
-                return self._call(worker_id, attempt_id, parts, here, turn)
+                with _turn(parts):
+                    return self._call(worker_id, attempt_id, parts, here)
             finally:
                 for timer in self._graces.pop(attempt_id, ()):
                     timer.cancel()

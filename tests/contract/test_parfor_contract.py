@@ -665,6 +665,54 @@ def test_a_seed_leaves_the_generators_of_this_process_alone(pool: ParallelPool) 
     assert (random.random(), np.random.random()) == expected
 
 
+@pytest.mark.threads
+def test_seeded_loops_of_one_process_do_not_disturb_each_other(make_pool: Any) -> None:
+    begun, drawn = threading.Event(), threading.Event()
+
+    def draw_around(meet: Callable[[], Any], item: int) -> tuple[float, float]:
+        first = random.random()
+        if item == 0:
+            meet()
+        return first, random.random()
+
+    def let_others_draw() -> None:
+        begun.set()
+        drawn.wait(0.5)  # in vain: they wait for their turn
+
+    with make_pool(1) as pool, make_pool(1) as other, ThreadPoolExecutor(3) as threads:
+        alone = pool.parfor(functools.partial(draw_around, int), 3, seed=0)
+        loops = [
+            threads.submit(pool.parfor, functools.partial(draw_around, let_others_draw), 3, seed=0)
+        ]
+        assert begun.wait(300)
+        loops += [
+            threads.submit(
+                other.parfor, functools.partial(draw_around, drawn.set), 3, seed=0, **where
+            )
+            for where in ({}, {"max_workers": 0})
+        ]
+        assert [list(loop.result(300)) for loop in loops] == [list(alone)] * 3
+
+
+@pytest.mark.threads
+def test_seeded_items_that_wait_for_their_turn_occupy_no_worker(make_pool: Any) -> None:
+    """Nor is their `timeout_s` running."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def work(_: int) -> bool:
+        begun.set()
+        return gate.wait(300)
+
+    with make_pool(2) as pool, ThreadPoolExecutor(1) as threads:
+        loop = threads.submit(pool.parfor, work, 4, seed=0)
+        try:
+            assert begun.wait(300)
+            assert pool.parfeval(abs, -1).result(60) == 1
+        finally:
+            gate.set()
+        assert list(loop.result(300)) == [True] * 4
+
+
 @pytest.mark.arguments
 def test_a_seed_that_is_none_is_refused_at_the_call(pool: ParallelPool, check_pool: Any) -> None:
     for seed in (-1, "lucky", 1.5):
