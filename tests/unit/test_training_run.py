@@ -90,7 +90,7 @@ class ScriptedLane:
 
 def an_engine(check_open: Callable[[], None] = lambda: None) -> Any:
     profile = SimpleNamespace(backend="threads", start_timeout_s=WAIT_S)
-    driver = SimpleNamespace(is_own_thread=False)
+    driver = SimpleNamespace(is_own_thread=False, is_forked=False)
     return SimpleNamespace(profile=profile, helpers=set(), check_open=check_open, driver=driver)
 
 
