@@ -298,7 +298,12 @@ class World(RuleBasedStateMachine):
         job.size += job.end is None
         self.tell(m.ItemsAdded(job.spec.task_id, 1, None))
 
-    @precondition(lambda self: self.jobs)
+    def is_due(self) -> bool:
+        """Whether the announced end of all places has passed: whatever comes next ends the pool."""
+        gone_at = None if self.all_leaving is None else self.all_leaving.gone_at
+        return gone_at is not None and gone_at <= self.now
+
+    @precondition(lambda self: self.jobs and not self.is_due())
     @rule(pick=PICK)
     def ask_to_stop(self, pick: int) -> None:
         task_id = picked(list(self.jobs), pick)
@@ -452,7 +457,7 @@ class World(RuleBasedStateMachine):
         self.past.append((call.worker_id, call.attempt_id, reports))
         self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports, leaks), answered=call)
 
-    @precondition(lambda self: self.past)
+    @precondition(lambda self: self.past and not self.is_due())
     @rule(pick=PICK)
     def answer_again(self, pick: int) -> None:
         worker_id, attempt_id, reports = picked(self.past, pick)
