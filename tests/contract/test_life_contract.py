@@ -5,7 +5,6 @@ kind of pool.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -227,21 +226,24 @@ def test_closing_waits_for_no_worker_that_waits_for_another(
 ) -> None:
     """Items with a seed take turns."""
 
-    def run(_: int) -> None:
-        if current_task().worker == 1:
-            marks.add("begun")
-            gate.wait()
+    def hold(_: int) -> None:
+        marks.add("begun")
+        gate.wait()
 
-    def loop() -> None:
+    def loop(worker: int, fn: Any) -> None:
         with contextlib.suppress(CancelledError):
-            pool.parfor(run, itertools.count(), seed=0, chunk_size=1)
+            pool.options(worker=worker).parfor(fn, range(3), seed=0)
 
     pool = make_pool(2, teardown=lambda: marks.add("teardown"))
-    looping = threading.Thread(target=loop)
-    looping.start()
+    holding = threading.Thread(target=loop, args=(1, hold))
+    waiting = threading.Thread(target=loop, args=(0, abs))
+    holding.start()
     assert eventually(lambda: marks.count("begun") == 1)
+    waiting.start()
+    assert eventually(lambda: pool.workers[0].state == "busy")
     pool.delete()
-    looping.join(300)
+    holding.join(300)
+    waiting.join(300)
     assert eventually(lambda: marks.all() == ["begun", "teardown", "teardown"])
     assert caplog.text == ""
 
