@@ -430,18 +430,6 @@ def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:
     assert "its time is over" not in user.output(number)
 
 
-def test_a_submitted_job_is_followed_through_its_requeue(user: User) -> None:
-    user.write("job.py", SWEEP)
-    process = user.start("raypool", "submit", "--profile", "hpc", "--requeue", "job.py")
-    until(lambda: user.has(*(f"running-{item}" for item in range(4))))
-    [number] = user.lab.run("squeue", "-h", "--format=%i").split()
-    user.run("scancel", "--batch", "--signal=USR1", number)
-    restart(user, number)
-    out, err = process.communicate(timeout=UP_S)
-    assert process.returncode == 0, out + err
-    assert CONTINUED in out
-
-
 def test_a_real_time_limit(user: User) -> None:
     """Slurm itself sends the signal, at most a minute too early; the job ends before its limit."""
     number = begin(user)
