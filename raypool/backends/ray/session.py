@@ -372,7 +372,7 @@ def _end(processes: Sequence[int]) -> None:
 
 
 def _remove_files() -> None:
-    """Remove the folder of a Ray of our own that has ended, whoever has ended it."""
+    """Remove the folder of our own Ray after its end, even if the user shut it down."""
     global _files
     if _files is not None:
         (folder, held), _files = _files, None
