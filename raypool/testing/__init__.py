@@ -187,7 +187,7 @@ class SimBackend(InlineBackend):
             is_lost and self._dice.happens(0.5),
         )
         if parts[0].is_rank:
-            self._dice.note(worker_id, Course(attempt_id, inf, len(parts)))
+            self._dice.note(worker_id, Course(attempt_id, inf, len(parts)), self._clock.now())
             self._gangs.setdefault(parts[0].task_id, []).append(call)
             if parts[0].start == 0:
                 self._run_all(self._gangs.pop(parts[0].task_id))
@@ -212,9 +212,9 @@ class SimBackend(InlineBackend):
         """Let a call end: with what the worker answers, or with its death. It takes this long at
         most; a rank always does.
         """
-        self._dice.note(
-            call.worker_id, Course(call.attempt_id, self._clock.now() + longest_s, len(call.parts))
-        )
+        now = self._clock.now()
+        course = Course(call.attempt_id, now + longest_s, len(call.parts))
+        self._dice.note(call.worker_id, course, now)
         event, what = self._answers.pop(call.worker_id, (None, None))
         num_done = 1
         if isinstance(event, m.AttemptFinished):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
 from raypool.core.model import Counts, Report, TaskSpec
-from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
 
@@ -83,10 +82,7 @@ class Dice:
         self.plan = plan
         self._random = random.Random(plan.seed)
         self._has_begun = False
-        # by worker
-        self._courses: defaultdict[int, deque[Course]] = defaultdict(
-            lambda: deque(maxlen=MAX_IN_FLIGHT)
-        )
+        self._courses: defaultdict[int, dict[int, Course]] = defaultdict(dict)  # by worker, attempt
 
     def happens(self, probability: float) -> bool:
         """Decide whether something happens."""
@@ -110,9 +106,11 @@ class Dice:
             seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
         )
 
-    def note(self, worker_id: int, course: Course) -> None:
-        """Remember how a call will go."""
-        self._courses[worker_id].append(course)
+    def note(self, worker_id: int, course: Course, now: float) -> None:
+        """Remember how a call will go, and forget calls that have ended."""
+        known = self._courses[worker_id].items()
+        kept = {attempt_id: each for attempt_id, each in known if each.ends_at >= now}
+        self._courses[worker_id] = {**kept, course.attempt_id: course}
 
     def stop(
         self, worker_id: int, attempt_id: int, now: float
@@ -120,11 +118,8 @@ class Dice:
         """Decide how a cancelled call ends, after how long [s]; None: it ends before, or continues
         for others.
         """
-        course = next(
-            course
-            for course in reversed(self._courses[worker_id])
-            if course.attempt_id == attempt_id
-        )
+        if (course := self._courses[worker_id].get(attempt_id)) is None:
+            return None
         event: m.WorkerLost | m.AttemptFinished
         if self.happens(self.plan.p_stubborn):
             seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
@@ -230,6 +225,7 @@ class _Simulation:
             self._dice.note(
                 command.worker_id,
                 Course(command.attempt_id, self._now + seconds, len(command.slices)),
+                self._now,
             )
             self._later(seconds, event)
         elif isinstance(command, m.StartWorker):

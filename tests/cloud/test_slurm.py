@@ -30,6 +30,13 @@ notice_s = 120
 folder = "jobs"
 start_timeout_s = 300
 
+[profiles.both]
+kind = "slurm"
+gpus_per_node = 2
+nodes = 2
+folder = "jobs"
+start_timeout_s = 300
+
 [profiles.one]
 kind = "slurm"
 gpus_per_node = 1
@@ -428,6 +435,18 @@ def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:
     assert_continued(user, number)
     assert "PoolPreemptedError" in user.output(number)
     assert "its time is over" not in user.output(number)
+
+
+def test_a_submitted_job_is_followed_through_its_requeue(user: User) -> None:
+    user.write("job.py", SWEEP)
+    process = user.start("raypool", "submit", "--profile", "both", "--requeue", "job.py")
+    until(lambda: user.has(*(f"running-{item}" for item in range(4))))
+    [number] = user.lab.run("squeue", "-h", "--format=%i").split()
+    user.run("scancel", "--batch", "--signal=USR1", number)
+    restart(user, number)
+    out, err = process.communicate(timeout=UP_S)
+    assert process.returncode == 0, out + err
+    assert CONTINUED in out
 
 
 def test_a_real_time_limit(user: User) -> None:

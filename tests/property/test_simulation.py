@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from raypool.core.model import TaskSpec
@@ -51,8 +51,24 @@ def specs_of(drawn: Wishes, num_workers: int) -> list[TaskSpec]:
     ]
 
 
+PLAIN = {"is_gang": False, "places": None, "timeout_s": None, "fail_fast": False}
+
+STRAGGLER: dict[str, Any] = {
+    "plan": FaultPlan(seed=12484330, p_loss=0.3, p_straggler=0.1, item_s=0.02, preempted_s=3.0),
+    "num_workers": 5,
+    "drawn": [
+        {**PLAIN, "fn_id": 0, "size": 1, "priority": 0, "retries": 0},
+        {**PLAIN, "fn_id": 1, "size": 18, "priority": -1, "retries": 2},
+        {**PLAIN, "fn_id": 0, "size": 21, "priority": -1, "retries": 1},
+        {**PLAIN, "fn_id": 1, "size": 4, "priority": 0, "retries": 0, "places": (3,)},
+    ],
+}
+"""A slow call is cancelled after many later calls of its worker."""
+
+
 @settings(max_examples=50)
 @given(plan=plans, num_workers=st.integers(1, 8), drawn=st.lists(kinds, max_size=15))
+@example(**STRAGGLER)
 def test_every_task_ends_exactly_once(plan: FaultPlan, num_workers: int, drawn: Wishes) -> None:
     specs = specs_of(drawn, num_workers)
     report = simulate(num_workers, specs, plan, check=True)
