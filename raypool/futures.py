@@ -90,13 +90,15 @@ _making = threading.RLock()
 """Held for an instant while a future makes its `Meeting`: one lock for all futures."""
 
 
-def _renew_lock() -> None:
-    # in a forked child: another thread of the parent may have held it
-    global _making
-    _making = threading.RLock()
+def _renew_locks() -> None:
+    # in a forked child: another thread of the parent may have held them
+    global _making, _reading
+    _making, _reading = threading.RLock(), threading.Lock()
+    Deferred.taking = threading.Lock()
+    _dispatcher.renew_lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
@@ -112,7 +114,7 @@ class Deferred:
 
     __slots__ = ("_position", "_value", "_values")
 
-    _taking = threading.Lock()  # one for all: it is held for an instant
+    taking = threading.Lock()  # one for all: it is held for an instant
 
     def __init__(self, values: Values, position: int) -> None:
         self._values: Values | None = values
@@ -124,7 +126,7 @@ class Deferred:
         values = self._values
         if values is not None:
             whole = values.get()
-            with self._taking:
+            with self.taking:
                 if self._values is not None:  # nobody was quicker
                     # taken out of the list: who drops this, frees it
                     self._value, whole[self._position] = whole[self._position], None
@@ -1133,6 +1135,10 @@ class _Dispatcher:
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         # reentrant: the collector may end a pool, and so call `put`, within `put`
+        self._lock = threading.RLock()
+
+    def renew_lock(self) -> None:
+        """Replace the lock, in a forked child: another thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     @property

@@ -527,7 +527,7 @@ class LoopRun:
     def _wait(self, is_over: Callable[[], bool]) -> None:
         work = self._work
         while not is_over():
-            with work.changed:
+            with work.lock:
                 work.changed.wait_for(lambda: is_over() or self._new_rows, self._tick_s)
             self._pass_reports_on()
             self._gpus.look()
@@ -548,7 +548,7 @@ class LoopRun:
             self._driver.do(self._wake)
 
     def _wake(self) -> None:
-        with self._work.changed:
+        with self._work.lock:
             self._work.changed.notify_all()
 
     def _pass_reports_on(self) -> None:

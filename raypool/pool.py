@@ -1512,12 +1512,13 @@ class PoolPart(StaffedView):
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
         super().__init__(pool._engine, pool._options, pool, tuple(places))
+        self._whole = pool
         self._is_over = False
 
     @property
     def is_closed(self) -> bool:
-        """Whether this part takes no more work: it or the pool was shut down."""
-        return self._is_over or self._engine.is_over
+        """Whether this part takes no more work: it, or what it is a part of, was shut down."""
+        return self._is_over or self._whole.is_closed
 
     def _check_open(self) -> None:
         if self._is_over:

@@ -298,7 +298,7 @@ class Driver:
             steps.callback(self._backend.close)
 
     def _take_no_more(self) -> None:
-        with self._submit_lock, self.arrivals.changed:
+        with self._submit_lock, self.arrivals.lock:
             chores = []
             while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
                 event, payload = message
@@ -552,35 +552,37 @@ class Arrivals:
         self._is_closed = is_closed
         self._failed: dict[int, str] = {}  # place -> why
         self._awaited: Counter[int] = Counter()  # places that somebody waits for
-        self.changed = threading.Condition()  # the driver's thread writes, others wait
+        # Entered instead of the condition: Ctrl-C within Condition.__enter__ would leave it held.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # the driver's thread writes, others wait
 
     def note_ready(self, place: int, info: WorkerInfo) -> None:
         """Note that the worker in a place is up."""
-        with self.changed:
+        with self.lock:
             self.infos[place] = info
             del self._awaited[place]  # a failure after this is news
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
         """Note why a worker will not come up; return whether a thread waits, or waited, to hear."""
-        with self.changed:
+        with self.lock:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
             return self._awaited[place] > 0
 
     def forget(self, place: int) -> None:
         """Note that a place is given back."""
-        with self.changed:
+        with self.lock:
             self.infos.pop(place, None)  # else a later `wait` would find the old worker
 
     def expect(self, places: Sequence[int]) -> None:
         """Announce a later `wait` for the workers in these places."""
-        with self.changed:
+        with self.lock:
             self._awaited.update(places)
 
     def let_go(self, places: Iterable[int]) -> None:
         """Note that nobody waits for the workers in these places any more."""
-        with self.changed:
+        with self.lock:
             for place in places:
                 del self._awaited[place]
 
@@ -589,7 +591,7 @@ class Arrivals:
 
         Those of them that have failed count as awaited until `let_go`.
         """
-        with self.changed:
+        with self.lock:
             is_known = self.changed.wait_for(
                 lambda: (
                     self._is_closed()

@@ -238,7 +238,7 @@ class DurableLoop(LoopWork):
             self._compare(stored.run, self._source)
         if error is not None:
             self.errors[index] = error
-        with self.changed:
+        with self.lock:
             self.num_settled += 1
         return True
 

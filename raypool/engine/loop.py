@@ -150,7 +150,9 @@ class LoopWork:
         self.state = TaskState.QUEUED
         self.broken_by: BaseException | None = None
         self.num_settled = 0
-        self.changed = threading.Condition()
+        # Entered instead of the condition: Ctrl-C within Condition.__enter__ would leave it held.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         # what travels in place of an item, by its number
         self.sent_as: Callable[[int], Any] | None = None
         # whether an item with an outcome may run once more; None: none does
@@ -220,7 +222,7 @@ class LoopWork:
     def queue(self, index: int, *, has_run: bool = False) -> None:
         """Queue an item; if it has run before, its last outcome will count."""
         if has_run:
-            with self.changed:
+            with self.lock:
                 self.num_settled -= 1
         if self._order is not None:
             cast("list[int]", self._order).append(index)
@@ -488,7 +490,7 @@ class LoopWork:
             self._note_missed(share.items, None, self._where(share.items, share.worker))
 
     def _wake(self, state: TaskState, error: BaseException | None) -> None:
-        with self.changed:
+        with self.lock:
             self.broken_by = error
             self.state = state
             self.changed.notify_all()
@@ -499,7 +501,7 @@ class LoopWork:
             self.first_error = error
 
     def _note_settled(self, piece: Slice) -> None:
-        with self.changed:
+        with self.lock:
             self.num_settled += piece.stop - piece.start
             self.changed.notify_all()
         if self.on_settled is not None:

@@ -291,6 +291,7 @@ def test_a_part_that_is_shut_down_leaves_the_pool_as_it_is(pool: ParallelPool) -
         future = part.parfeval(where)
     assert future.done()
     assert part.is_closed
+    assert nested.is_closed
     for closed in (part, nested, view):
         with pytest.raises(PoolClosedError, match="This part of the pool was shut down"):
             closed.parfeval(where)

@@ -181,6 +181,38 @@ def test_in_a_forked_child_there_is_a_thread_again() -> None:
     assert run(code) == [b"0", b"True"]
 
 
+def test_a_forked_child_chooses_while_a_thread_of_the_parent_was_choosing() -> None:
+    code = """
+        import os, threading, time, warnings
+        from raypool import Future, fetch_next
+        warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
+        choosing, end = threading.Event(), threading.Event()
+        class Looked(Future):
+            def _look(self):
+                choosing.set()
+                end.wait(300)
+            finished_at = property(_look, lambda self, value: None)
+        looked, other = Looked("looked"), Future("other")
+        for future in looked, other:
+            future.set_result(1)
+        thread = threading.Thread(target=fetch_next, args=[[looked]])
+        thread.start()
+        choosing.wait(300)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if fetch_next([other]) == (0, 1) else 1)
+        began = time.monotonic()
+        while not (over := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < began + 100:
+            time.sleep(0.01)
+        print(over[0] == child and os.waitstatus_to_exitcode(over[1]))
+        if not over[0]:
+            os.kill(child, 9)
+        end.set()
+        thread.join()
+    """
+    assert run(code) == [b"0"]
+
+
 def test_what_has_come_in_is_called_before_the_interpreter_ends() -> None:
     code = """
         import threading
