@@ -178,6 +178,8 @@ class SliceResult:
     `catch_up` waits until all reports of that time have arrived; None if they have.
     `peak_memory_bytes`: the process's peak of GPU memory, None if it used none. `crowded_out`:
     failed items that had no room beside other workers on their GPU, and are to run again, alone.
+    `is_unopened`: its items could not be unpickled together, so all have failed; each is to run
+    again by itself, which shows the faulty ones.
     `is_interrupted`: it ran in the user's own thread, and Ctrl-C, or a cancellation of the task
     around it, ended it: see `is_interrupt`.
     """
@@ -192,7 +194,13 @@ class SliceResult:
     catch_up: Callable[[], None] | None = None
     peak_memory_bytes: int | None = None
     crowded_out: tuple[int, ...] = ()
+    is_unopened: bool = False
     is_interrupted: bool = False
+
+    @property
+    def uncharged(self) -> tuple[int, ...]:
+        """The failed items that are to run again, which does not count as a retry."""
+        return tuple(self.failures) if self.is_unopened else self.crowded_out
 
     def is_interrupt(self, error: BaseException | None) -> bool:
         """Whether this failure means all of the work, not its item."""
@@ -233,10 +241,11 @@ class SliceResult:
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return the failed items whose exceptions the user wants to retry."""
+        uncharged = self.uncharged
         return tuple(
             index
             for index, failure in sorted(self.failures.items())
-            if index not in self.crowded_out and wants_retry(failure.error)
+            if index not in uncharged and wants_retry(failure.error)
         )
 
 

@@ -162,7 +162,8 @@ class Report(NamedTuple):
     `done`: the number of items with an outcome, from the slice's start; the rest was not begun and
     is handed back. `failed`: the number of these that ended with an error. `retry`: the failed
     items that may run again. `busy_s`: time spent in the user's function [s]. `again`: failed items
-    that found no room on a shared GPU: they run again, which does not count as a retry.
+    that found no room on a shared GPU, or could not be unpickled together: they run again, each by
+    itself, which does not count as a retry.
     """
 
     done: int

@@ -801,7 +801,7 @@ class Returns:
         turn.results.setdefault(piece.task_id, []).append((piece, result))
         work = self._works.get(piece.task_id)
         report = Report(
-            result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out
+            result.done, len(result.failures), (), sum(result.durations_s), result.uncharged
         )
         if result.failures and work is not None:
             # it means the loop, not the item

@@ -125,14 +125,20 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
     except TaskCancelled:
         here.guard.end()
         return
+    is_known = False
     try:
         fn = here.functions(part.fn_id)
+        is_known = True
         items = here.unpack(part.items)
     except BaseException as error:  # a module is missing here, say: all its items fail
         here.guard.end()
         note_shortage(error, here.upkeep)
         result.is_interrupted = here.is_interrupt(error)
+        what = "function" if not is_known else "call's arguments" if part.is_call else "item"
+        add_note(error, f"raypool: worker {here.worker.index} could not unpickle the {what}.")
         result.fail(part.num_items, as_error(error))
+        # one of the items may be at fault, and the others may not
+        result.is_unopened = is_known and part.num_items > 1
         return
     note = TaskContext(
         part.start,
@@ -395,8 +401,8 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
 class RawResult:
     """The outcome of one slice, before it travels; no item begins after its `deadline`.
 
-    `is_cancelled`: it is no longer wanted. `is_interrupted`: Ctrl-C, or a cancellation of the task
-    around it, ended an item, and so all later ones.
+    `is_cancelled`: it is no longer wanted. `is_unopened`: see `SliceResult`. `is_interrupted`:
+    Ctrl-C, or a cancellation of the task around it, ended an item, and so all later ones.
     """
 
     __slots__ = (
@@ -406,6 +412,7 @@ class RawResult:
         "errors",
         "is_cancelled",
         "is_interrupted",
+        "is_unopened",
         "peak_memory_bytes",
         "start",
         "started_at",
@@ -422,6 +429,7 @@ class RawResult:
         self.deadline = inf
         self.peak_memory_bytes: int | None = None
         self.is_cancelled = False
+        self.is_unopened = False
         self.is_interrupted = False
 
     def fail(self, num_items: int, error: BaseException) -> None:

@@ -254,8 +254,27 @@ def test_a_result_that_would_end_this_process_is_an_error(pool: ParallelPool) ->
 
 def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
     bomb = FailsToOpen(only_away=True)
-    with pytest.raises(OSError, match="cannot be opened here"):
+    with pytest.raises(OSError, match="cannot be opened here") as caught:
         pool.parfeval(lambda: bomb).result(300)
+    assert "could not unpickle the function." in caught.value.__notes__[0]
+    results = pool.parfor(lambda i: bomb, range(20), chunk_size=20, on_error="collect")
+    assert len(results.errors) == 20
+
+
+def test_an_item_that_cannot_be_unpickled_there_fails_alone(pool: ParallelPool) -> None:
+    """Also when it went there in one message with others."""
+    items = [*range(5), FailsToOpen(only_away=True), *range(6, 10)]
+    results = pool.parfor(str, items, chunk_size=10, on_error="collect")
+    assert list(results.errors) == [5]
+    assert isinstance(results.errors[5], OSError)
+    assert "could not unpickle the item." in results.errors[5].__notes__[0]
+    assert [value for value in results if value is not None] == [
+        str(i) for i in range(10) if i != 5
+    ]
+    assert set(results.to_frame()["attempts"]) == {1}
+    bomb = FailsToOpen(only_away=True)
+    with pytest.raises(OSError, match="cannot be opened here"):
+        pool.options(retries=2).parfor(str, [bomb, bomb, bomb], chunk_size=3)
 
 
 class Hangs:

@@ -545,9 +545,9 @@ def loaded(parcel: Parcel) -> list[Any]:
 # --- results of calls -----------------------------------------------------------------------------
 
 
-Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
+Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None, bool]
 """A `RawResult` without its values: start, done, durations, start time, errors (each pickled by
-itself, as that may fail), peak memory [bytes].
+itself, as that may fail), peak memory [bytes], and whether the items could not be unpickled.
 """
 
 
@@ -561,6 +561,7 @@ def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
             result.started_at,
             {index: pack_error(error) for index, error in result.errors.items()},
             result.peak_memory_bytes,
+            result.is_unopened,
         )
         for result in results
     ]
@@ -572,12 +573,12 @@ def unpack_results(
     """Return the outcomes of a call's slices, whose values follow each other in `values`."""
     results = []
     offset = 0
-    for start, done, durations, started_at, errors, peak_memory_bytes in packed:
+    for start, done, durations, started_at, errors, peak_memory_bytes, is_unopened in packed:
         failures = {index: unpack_failure(error) for index, error in errors.items()}
         result = SliceResult(
             start, done, values, offset, failures, array("d", durations), started_at, catch_up
         )
-        result.peak_memory_bytes = peak_memory_bytes
+        result.peak_memory_bytes, result.is_unopened = peak_memory_bytes, is_unopened
         results.append(result)
         offset += done
     return results
