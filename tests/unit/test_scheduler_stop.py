@@ -113,6 +113,21 @@ def test_of_a_task_that_is_drained_nothing_starts(pool_of):
     assert pool.scheduler.counts.cancelled == 4
 
 
+def test_what_waits_for_a_process_of_its_own_does_not_start_after_that(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.finish(0)
+    assert pool.submit(1, size=2, is_fresh=True) == [
+        *pool.starts(2, place=0),
+        pool.runs(1, 2, (1, 1, 2)),
+    ]
+    assert pool.tell(DrainRequested(1)) == []
+    assert pool.finish(2)[:2] == [pool.settles(2, (1, 1, 2)), EndTask(1, CANCELLED)]
+    assert pool.counts.cancelled == 1
+    assert pool.ready(2) == []
+    assert pool.submit(2) == [pool.runs(2, 3, (2, 0, 1))]
+
+
 # --- told -----------------------------------------------------------------------------------------
 
 
