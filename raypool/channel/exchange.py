@@ -307,17 +307,15 @@ class LocalExchange:
             future.cancel()
 
     def _start(self) -> None:
-        started = threading.Event()
+        loop, ended = asyncio.new_event_loop(), asyncio.Event()
 
-        async def live() -> None:
-            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-            started.set()
-            await self._ended.wait()
+        def live() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(ended.wait())
 
-        threading.Thread(
-            target=asyncio.run, args=(live(),), name="raypool-exchange", daemon=True
-        ).start()
-        started.wait()
+        threading.Thread(target=live, name="raypool-exchange", daemon=True).start()
+        # not set by the thread: Ctrl-C while somebody waited for that would start a second one
+        self._loop, self._ended = loop, ended
 
     def close(self) -> None:
         """End it; waiting threads get `PoolClosedError`."""

@@ -264,9 +264,9 @@ def _run_items(
         if loose and keeper is not None and not keeper.secure():
             break
         note.index = index
-        if seed is not None:
-            seed_everything(item_seed(seed, index), own)
         try:
+            if seed is not None and not _seed(item_seed(seed, index), own, is_first=not values):
+                break
             value = _call(fn, item)
             values.append(value if keeper is None or type(value) in PLAIN else keeper.keep(value))
         except BaseException as error:
@@ -292,6 +292,21 @@ def _run_items(
     if note.has_heard and not note.should_stop:
         # it may have ended early because its machine is about to go: not at the user's wish
         result.take_back_last()
+
+
+def _seed(seed: int, own: Sequence[Generator], is_first: bool) -> bool:
+    """Seed an item; return False if that fails because of what an earlier one has left.
+
+    Torch raises once an item has caused a lasting error on the GPU, which ends this process: the
+    item can begin in another. The first item of a call fails, so that none is handed back forever.
+    """
+    try:
+        seed_everything(seed, own)
+    except Exception:
+        if is_first:
+            raise
+        return False
+    return True
 
 
 @ctrl_c.enters

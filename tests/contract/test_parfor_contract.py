@@ -532,6 +532,23 @@ def test_the_same_seed_gives_the_same_numbers_on_any_number_of_workers(pool: Par
     assert list(pool.parfor(draw, range(3), seed=42)) == runs[0][:3]
 
 
+def test_an_item_that_cannot_be_seeded_fails_alone(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is not the first of its call, it runs in another first."""
+    calls: list[Any] = []
+
+    def seed(values: Any) -> None:
+        calls.append(values)
+        if len(calls) in (2, 4, 5):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(np.random, "seed", seed)
+    results = pool.parfor(str, range(4), seed=1, chunk_size=4, on_error="collect")
+    assert list(results) == ["0", "1", None, "3"]
+    assert "device-side assert" in str(results.errors[2])
+
+
 RNG = np.random.default_rng(0)
 
 

@@ -42,7 +42,7 @@ from raypool.backends.ray.demand import (
     growth,
     living_nodes,
 )
-from raypool.errors import PoolClosedError, RaypoolError, ResourceError
+from raypool.errors import PoolClosedError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile, WorkerResources
 
@@ -140,7 +140,7 @@ class Placement:
                 if self._closed.is_set():
                     raise PoolClosedError("The pool was shut down while it was growing.")
                 self._survey.check_sharing(_unused(found))
-            except RaypoolError:
+            except BaseException:  # Ctrl-C, or Ray's own, if it is gone
                 release_all(_unused(found))
                 raise
             return self._place_workers(found, workers)
