@@ -249,10 +249,12 @@ def free_ports(number: int) -> list[int]:
     to whoever connects.
     """
     ports: list[int] = []
+    # seeded tests leave `random` in the same state in every run, perhaps of two at once
+    chance = random.SystemRandom()
     # what another process has chosen is not open yet
     mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
     while len(ports) < number:
-        port = random.randrange(3000 + mine, 10_000, 10)
+        port = chance.randrange(3000 + mine, 10_000, 10)
         with socket.socket() as probe:
             if port not in ports and probe.connect_ex(("127.0.0.1", port)) != 0:
                 ports.append(port)

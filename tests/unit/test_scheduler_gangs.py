@@ -447,3 +447,28 @@ def test_a_pool_that_shrinks_gives_up_a_place_that_is_lent_when_it_is_back(pool_
     pool.submit(0, is_gang=True, is_loan=True)
     pool.resize(remove=1)
     assert pool.finish(0)[-2:] == [EndTask(0, FINISHED), Vacate(0)]
+
+
+# --- several at once ------------------------------------------------------------------------------
+
+
+def test_one_event_can_start_a_task_and_a_gang(pool_of):
+    pool = pool_of(4)
+    pool.submit(0)
+    pool.submit(1, size=4, is_gang=True)
+    pool.submit(2)
+    pool.submit(3, size=2, is_gang=True)
+    assert pool.cancel(1) == [
+        pool.runs(1, 1, (2, 0, 1)),
+        RunGang((pool.runs(2, 2, (3, 0, 1)), pool.runs(3, 3, (3, 1, 2)))),
+        EndTask(1, CANCELLED),
+    ]
+
+
+def test_a_gang_that_waits_for_places_fails_when_one_of_them_is_lost(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3)
+    pool.submit(1, size=2, is_gang=True, places=(0, 1))
+    assert pool.tell(PlaceLost(0, LossReason.NODE))[-1] == EndTask(1, FAILED)
+    pool.tell(PlaceLost(1, LossReason.NODE))
+    assert pool.counts.workers_lost == 2

@@ -11,6 +11,7 @@ from raypool.core.messages import (
     ItemsAdded,
     SetTimer,
     Signal,
+    StopRequested,
     Vacate,
 )
 from raypool.core.model import PoolState, Report, Slice, TaskState
@@ -28,6 +29,12 @@ def test_every_call_that_holds_something_of_the_task_is_asked_to_stop(pool_of):
     pool.submit(0, size=2)
     pool.submit(1)
     assert pool.stop(0) == [pool.signals(0, 0, 0, Signal.STOP), pool.signals(1, 1, 0, Signal.STOP)]
+
+
+def test_the_call_of_one_item_is_asked_to_stop(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3)
+    assert pool.tell(StopRequested(0, 1)) == [pool.signals(1, 1, 0, Signal.STOP)]
 
 
 def test_a_task_that_is_asked_to_stop_goes_on_as_before(pool_of):
@@ -90,7 +97,30 @@ def test_items_are_cancelled_and_put_first_alone(pool_of):
     assert pool.finish(3)[0] == pool.runs(0, 4, (0, 5, 6))
     assert pool.finish(4)[0] == pool.runs(0, 5, (0, 6, 7))
     assert pool.finish(5)[-1] == EndTask(0, FINISHED)
+    assert pool.tell(FirstRequested(0, 4)) == pool.tell(CancelRequested(0, 4)) == []
     assert pool.scheduler.counts.cancelled == 2
+
+
+def test_an_item_is_cancelled_while_it_waits_for_its_next_attempt(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=5, chunk_size=3, retry_delay_s=5.0)
+    pool.finish(0, Report(3, 3, (0, 1, 2)))
+    assert pool.tell(CancelRequested(0, 1)) == [CancelItem(Slice(0, 1, 2, 2))]
+    assert pool.tell(CancelRequested(0, 1)) == pool.tell(CancelRequested(0, 5)) == []
+    assert pool.finish(1) == [pool.settles(1, (0, 3, 5))]
+    assert pool.fire("retry", task_id=0) == [pool.runs(0, 2, (0, 0, 1, 2))]
+    assert pool.finish(2)[0] == pool.runs(0, 3, (0, 2, 3, 2))
+    assert pool.finish(3)[-1] == EndTask(0, FINISHED)
+    assert pool.counts.cancelled == 1
+
+
+def test_the_first_item_of_those_that_run_again_is_cancelled(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=4, chunk_size=4)
+    pool.lose(0, was_idle=True)
+    assert pool.tell(CancelRequested(0, 4)) == []
+    assert pool.tell(CancelRequested(0, 0)) == [CancelItem(Slice(0, 0, 1, 1))]
+    assert pool.ready(1) == [pool.runs(1, 1, (0, 1, 4))]
 
 
 def test_an_item_that_shares_its_call_is_not_cancelled(pool_of):
@@ -111,6 +141,19 @@ def test_of_a_task_that_is_drained_nothing_starts(pool_of):
     assert pool.finish(2) == [pool.settles(2, (0, 2, 3)), EndTask(0, CANCELLED)]
     assert pool.tell(DrainRequested(0)) == []
     assert pool.scheduler.counts.cancelled == 4
+
+
+@pytest.mark.parametrize("places", [None, (0,)])
+def test_tasks_that_wait_are_drained(pool_of, places):
+    pool = pool_of(1)
+    pool.submit(0)
+    for task_id, priority in (1, 0), (2, 7), (3, 8), (4, 5):
+        pool.submit(task_id, priority=priority, places=places)
+    assert pool.tell(DrainRequested(3)) == [EndTask(3, CANCELLED)]
+    assert pool.tell(DrainRequested(1)) == [EndTask(1, CANCELLED)]
+    assert pool.finish(0)[0] == pool.runs(0, 1, (2, 0, 1))
+    assert pool.finish(1)[0] == pool.runs(0, 2, (4, 0, 1))
+    assert pool.finish(2)[-1] == EndTask(4, FINISHED)
 
 
 def test_what_waits_for_a_process_of_its_own_does_not_start_after_that(pool_of):
