@@ -114,6 +114,21 @@ def test_what_is_cancelled_already_is_told_nothing_more(pool_of):
     assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0)]
 
 
+def test_what_shares_its_call_with_one_that_was_cancelled_is_told(pool_of):
+    pool = pool_of(2)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, size=2, chunk_size=1)
+    pool.submit(2)
+    pool.submit(3)
+    assert pool.submit(4) == [pool.runs(0, 3, (2, 0, 1), (3, 0, 1), (4, 0, 1))]
+    pool.finish(1, busy_s=0.001)
+    pool.cancel(2)
+    assert pool.tell(PlaceLeaving(0, 30.0))[:2] == [
+        pool.signals(0, 3, 3, LEAVE),
+        pool.signals(0, 3, 4, LEAVE),
+    ]
+
+
 def test_what_ends_although_it_was_interrupted_counts(pool_of):
     pool = pool_of(2)
     pool.submit(0)

@@ -35,6 +35,14 @@ def test_free_workers_go_first_and_among_them_the_one_in_the_highest_place(pool_
     assert pool.size == 2
 
 
+def test_a_free_worker_goes_before_a_busy_one_in_a_higher_place(pool_of):
+    pool = pool_of(3)
+    for task_id in range(3):
+        pool.submit(task_id)
+    pool.finish(1)
+    assert pool.resize(remove=1) == [Vacate(1)]
+
+
 def test_a_busy_worker_ends_what_it_is_running_and_takes_nothing_more(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4)
@@ -110,6 +118,13 @@ def test_workers_that_tasks_are_bound_to_go_last(pool_of):
     pool.cancel(1)
     assert pool.resize(remove=1) == []
     assert Vacate(0) in pool.finish(2)
+
+
+def test_what_a_worker_that_is_to_go_had_not_begun_costs_no_attempt(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, retries=0)
+    pool.resize(leave=[0])
+    assert pool.lose(0, was_idle=True)[0] == pool.runs(1, 1, (0, 0, 1))
 
 
 def test_a_pool_without_workers_is_not_broken_until_something_waits_for_it(pool_of):

@@ -114,6 +114,14 @@ def test_an_item_is_cancelled_while_it_waits_for_its_next_attempt(pool_of):
     assert pool.counts.cancelled == 1
 
 
+def test_an_item_that_runs_again_leaves_an_open_task_open(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=0, is_open=True)
+    assert pool.tell(ItemsAdded(0, 1, None)) == [pool.runs(0, 0, (0, 0, 1))]
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1))]
+    assert pool.tell(ItemsAdded(0, 0, False)) == [EndTask(0, FINISHED)]
+
+
 def test_the_first_item_of_those_that_run_again_is_cancelled(pool_of):
     pool = pool_of(1)
     pool.submit(0, size=4, chunk_size=4)
