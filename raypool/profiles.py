@@ -304,11 +304,13 @@ class Profile:
             which rank 0 is reached. `env` takes precedence, and so does an NCCL_SOCKET_IFNAME of
             the machine. Nothing changes without InfiniBand; see docs/several_gpus.md.
         fork_server: Fork workers from one process that has imported what they need, where raypool
-            starts Ray 2.60 itself, on Linux: they start in a fraction of the time and share memory.
-            False: each worker is a process that imports them itself.
+            starts Ray 2.60 itself, on Linux, also on the nodes of a Slurm job: they start in a
+            fraction of the time and share memory. False: each worker is a process that imports them
+            itself.
         preload: Modules that this process imports, where they are installed, beside raypool's and
             Ray's; for `fork_server`. Workers are plain processes if one of them imports Ray,
-            starts threads, or uses a GPU.
+            starts threads, or uses a GPU. On the nodes of a Slurm job it is torch, whatever this
+            says.
         setup: A function without arguments that runs once in each worker process, before its first
             task; also in a replacement. If it raises, the worker does not start. Tasks see the
             global variables that it sets, even in functions of a script or a notebook; if a

@@ -284,7 +284,7 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
     """Return the command that starts Ray on this node."""
     cpus = os.environ.get("SLURM_CPUS_ON_NODE", "1")
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *(sys.executable, "-m", "raypool.backends.ray.ray_start", "--block"),
         *(f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={_gpus_here()}"),
         # any free port: two jobs may share a node
         *("--min-worker-port=0", "--max-worker-port=0"),

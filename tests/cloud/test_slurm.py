@@ -64,7 +64,9 @@ from raypool import current_task, load_checkpoint, parpool, save_checkpoint
 HERE = Path(__file__).parent
 
 def look(x):
-    return platform.node(), os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("SLURM_PROCID")
+    is_fork = b"fork_server.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    gpu, task = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("SLURM_PROCID")
+    return platform.node(), gpu, task, is_fork
 
 def seen():
     # on every worker once
@@ -183,7 +185,7 @@ def user(lab: SlurmLab) -> Iterator[User]:
 
 
 def rays(processes: str) -> list[str]:
-    return re.findall(r"raylet|gcs_server|ray::|slurm_job", processes)
+    return re.findall(r"raylet|gcs_server|ray::|slurm_job|fork_server", processes)
 
 
 # --- from the login node --------------------------------------------------------------------------
@@ -206,7 +208,7 @@ def test_a_pool_on_an_allocation_of_its_own(user: User) -> None:
     nodes = [row[:2] for row in ast.literal_eval(lines[1])]
     assert len(set(nodes)) == 3
     assert {host for host, _ in nodes} == {"n1", "n2"}
-    assert [row[2] for row in ast.literal_eval(lines[1])] == [None] * 3
+    assert [row[2:] for row in ast.literal_eval(lines[1])] == [(None, True)] * 3
     assert lines[2:] == ["1", "True"]
     assert re.search(r"^raypool: Slurm job \d+ is (pending|running)", err)
     until(lambda: user.lab.run("squeue", "-h") == "")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -126,13 +126,15 @@ def head() -> Iterator[Head]:
 
 @pytest.fixture(scope="session")
 def run_head() -> Callable[..., contextlib.AbstractContextManager[Head]]:
-    """Give a way to start others, `run_head(options of ray start, environment)`."""
+    """Give a way to start others, `run_head(options of ray start, environment, program)`."""
     return running
 
 
 @contextlib.contextmanager
 def running(
-    options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("ray.scripts.scripts", "start"),
 ) -> Iterator[Head]:
     mark = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="rp-", dir=SHARED))  # Ray's sockets need short names
@@ -153,8 +155,7 @@ def running(
     command = [
         sys.executable,
         "-m",
-        "ray.scripts.scripts",
-        "start",
+        *program,
         "--head",
         "--block",
         "--include-dashboard=true",

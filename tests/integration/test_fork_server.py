@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,34 @@ with parpool(2, profile=profile()) as pool:
 def test_data_loaders_groups_trainings_and_cancelling_work_in_forks(run_python: Any) -> None:
     done = run_python(HEAD + WORKERS + USE)
     assert done.stdout.splitlines() == ["[28, 28] [[2.0, 2.0], [2.0, 2.0]] [2, 2]", "True"]
+
+
+def test_workers_on_a_node_that_raypool_starts_for_drivers_are_forks(
+    run_head: Callable[..., Any], run_python: Any, tmp_path: Path
+) -> None:
+    """As in a job of Slurm."""
+    code = """
+with parpool(2, profile=profile()) as pool:
+    print(json.dumps(list(pool.spmd(facts))))
+with parpool(1, profile=profile(fork_server=False)) as pool:
+    print(pool.parfeval(parent).result())
+"""
+    with run_head(
+        {"num-cpus": 2, "num-gpus": 0},
+        {"RAY_TMPDIR": str(tmp_path)},
+        ["raypool.backends.ray.ray_start"],
+    ) as head:
+        done = run_python(
+            WORKERS + code,
+            RAY_ADDRESS=head.address,
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(head.token_file),
+        )
+    forked, plain = done.stdout.splitlines()[-2:]
+    assert plain == "None"
+    workers = json.loads(forked)
+    assert len({worker["parent"] for worker in workers} - {None}) == 1
+    assert all(worker["has_torch"] for worker in workers)
 
 
 def test_a_base_that_uses_a_gpu_has_no_forks(

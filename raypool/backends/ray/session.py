@@ -146,7 +146,6 @@ _shipped: dict[str, Any] = {}  # with our connection
 # the connection that raypool has made; unique, so that no other is taken for it
 _ours: str | None = None
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
-_forks_workers = False  # our connection's Ray
 _allocation: Allocation | None = None  # the nodes of our connection, if Slurm gave them
 _is_given_up = False  # Ray no longer answers: a question to it would hang
 
@@ -618,9 +617,8 @@ def _connect(
     inventory: Inventory | None,
     shipped: dict[str, Any],
 ) -> None:
-    global _files, _forks_workers
+    global _files
     _remove_files()
-    _forks_workers = fork_client.SERVER in os.environ
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if shipped:
         options["runtime_env"] = dict(shipped)  # Ray puts an address in the place of the folder
@@ -685,7 +683,7 @@ missing address it would look for 40 s.
 
 def environment_of(profile: Profile) -> dict[str, str]:
     """Return the variables of a pool's workers, besides those of their machine."""
-    if _forks_workers and not profile.fork_server:
+    if not profile.fork_server:  # also where the node forks them, as in a job of Slurm
         return {**profile.worker_env, fork_client.SERVER: ""}
     return profile.worker_env
 
