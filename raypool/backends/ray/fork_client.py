@@ -83,13 +83,13 @@ def understood(words: list[str]) -> dict[str, object]:
     wanted = json.loads(context or "{}")
     variables = wanted.pop("env_vars", None) or {}
     if wanted.pop("py_executable", sys.executable) != sys.executable or any(wanted.values()):
-        raise ValueError("its runtime environment has more than variables")
+        raise ValueError("the worker's runtime environment has more than environment variables")
     if SERVER in variables:
         raise ValueError  # its pool does not want a fork
     if any("$" in value for value in variables.values()):
-        raise ValueError("its variables refer to others")
+        raise ValueError("an environment variable of the worker refers to another ($NAME)")
     if f"{LANGUAGE}PYTHON" not in words or not words[0].endswith("default_worker.py"):
-        raise ValueError("it is not a plain worker in Python")
+        raise ValueError("Ray asked for a worker of another kind")
     return {
         "words": [word for word in words if not word.startswith((CONTEXT, LANGUAGE))],
         "variables": {**os.environ, **variables},

@@ -76,7 +76,7 @@ NO_JOB = "ffffffff"
 RAY = "2.60."
 """The Ray whose way to start workers this is."""
 
-NOT_FORKED = "Workers are plain processes, which start more slowly and share no memory: %s."
+NOT_FORKED = "The fork server is not used, so workers start more slowly and share no memory: %s."
 """How the reason is told why workers are not forks."""
 
 REQUEST_S = 5.0
@@ -111,7 +111,7 @@ def obstacle(modules: Sequence[str]) -> str | None:
     version = importlib.metadata.version("ray")
     if not version.startswith(RAY):
         return f"forks need Ray {RAY}*, and this is {version}"
-    return None if modules else "no module of preload is installed"
+    return None if modules else "none of the modules in preload= is installed"
 
 
 def serve(parent: Any, modules: list[str], variables: dict[str, str]) -> str:
@@ -309,10 +309,12 @@ class ForkServer:
         """Return why a worker with these variables cannot be a fork of this process."""
         num_threads = len([*Path("/proc/self/task").iterdir()])
         if num_threads > 1:
-            return f"the fork server has {num_threads} threads"
+            return f"its process has {num_threads} threads, and one that forks must have one"
         # those with other values here and there
         differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
-        return f"{', '.join(sorted(differ))} cannot change in a fork" if differ else None
+        if not differ:
+            return None
+        return f"the imported libraries have read other values of {', '.join(sorted(differ))}"
 
     def _let_go(self, client: socket.socket) -> None:
         """Close, in a fork, what is the server's."""
