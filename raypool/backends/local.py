@@ -73,31 +73,68 @@ NOT_STOPPED = (
     " returns when it does. On Ray its worker would be replaced (profile='local')."
 )
 
+LOOK_S = 0.1
+"""The interval at which a call that waits for its turn looks whether it is to end [s]."""
+
 MOST_WORKERS = 1024
 """The most workers of a pool in this process: each takes a thread, and thousands halt a machine."""
 
 logger = logging.getLogger("raypool")
 
 
-_seeding = threading.RLock()
-"""Held by the call whose seeds the random generators of this process have, of whatever pool.
+class SeededTurns:
+    """Gives seeded calls of this process, of whatever pool, their turns at its random generators.
 
-Reentrant: a seeded item may run a seeded loop.
-"""
+    Reentrant: a seeded item may run a seeded loop.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None  # a thread
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            while self._holder not in (None, me):
+                # in slices: a cancellation arrives between them
+                self._changed.wait(LOOK_S)
+                if ctrl_c.is_due and threading.current_thread() is threading.main_thread():
+                    return  # it ends the call, before that seeds anything
+            self._holder = me
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            if self._holder == threading.get_ident():
+                self._depth -= 1
+                if self._depth == 0:
+                    self._holder = None
+                    self._changed.notify_all()
+
+    def take_from(self, thread: threading.Thread) -> None:
+        """End the turn of a thread that is given up: its call may never return."""
+        with self._changed:
+            if self._holder == thread.ident:
+                self._holder, self._depth = None, 0
+                self._changed.notify_all()
 
 
-def _renew_lock() -> None:
-    # in a forked child: another thread of the parent may have held it
-    global _seeding
-    _seeding = threading.RLock()
+_turns = SeededTurns()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+def _renew_turns() -> None:
+    # in a forked child: another thread of the parent may have had the turn
+    global _turns
+    _turns = SeededTurns()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
 
 
 def _turn(parts: Sequence[Part]) -> contextlib.AbstractContextManager[Any]:
     is_seeded = any(part.seed is not None for part in parts)
-    return _seeding if is_seeded else contextlib.nullcontext()
+    return _turns if is_seeded else contextlib.nullcontext()
 
 
 class Rank(NamedTuple):
@@ -491,6 +528,8 @@ class ThreadsBackend(InlineBackend):
             self._ended.append((worker, guard, thread))
         elif guard.is_free:
             self._wait_for_teardown(worker, thread)
+        else:
+            _turns.take_from(thread)
 
     def _wait_for_teardown(self, worker: WorkerInfo, thread: threading.Thread) -> None:
         if self._profile.teardown is None:
@@ -571,6 +610,8 @@ class ThreadsBackend(InlineBackend):
         for guard, thread in busy:
             is_free = guard.is_free
             thread.join(TEARDOWN_TIMEOUT_S if is_free else max(0.0, give_up_at - time.monotonic()))
+            if thread.is_alive():
+                _turns.take_from(thread)
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], bool] | None]) -> None:

@@ -520,11 +520,21 @@ def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
     return (args, keywords), fn
 
 
-def _held(fn: Any) -> list[Any]:
-    """Return the captured values of a function."""
+def _held(fn: Any, *outer: Any) -> list[Any]:
+    """Return the captured values of a function, and of functions among these.
+
+    Not those functions: their code is compared by itself (`fingerprints`).
+    """
     if isinstance(fn, FunctionType):
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-        return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        values = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        held = []
+        for value in values:
+            if not isinstance(value, FunctionType):
+                held.append(value)
+            elif value not in (fn, *outer):  # one may call itself
+                held += _held(value, fn, *outer)
+        return held
     owner = getattr(fn, "__self__", None)
     if owner is not None:
         return [] if isinstance(owner, ModuleType) else [owner]

@@ -300,6 +300,8 @@ def _seed(seed: int, own: Sequence[Generator], is_first: bool) -> bool:
     Torch raises once an item has caused a lasting error on the GPU, which ends this process: the
     item can begin in another. The first item of a call fails, so that none is handed back forever.
     """
+    if ctrl_c.is_due and ctrl_c.take():  # the call waited for its turn, and may have had none
+        raise KeyboardInterrupt
     try:
         seed_everything(seed, own)
     except Exception:
@@ -398,19 +400,22 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
     """Restore all generators afterwards: in this process they may be the user's own."""
     import numpy as np
 
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     torch = _torch()
-    torch_state = torch.get_rng_state() if torch is not None else None
-    own_states = [generator.get_state() for generator in own]
+    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]]
+    ways = [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
+    ways += [(torch.get_rng_state, torch.set_rng_state)] if torch is not None else []
+    ways += [(generator.get_state, generator.set_state) for generator in own]
+    states = []
+    for get_state, set_state in ways:
+        # one on a GPU raises once an item has caused a lasting error there
+        with contextlib.suppress(Exception):
+            states.append((set_state, get_state()))
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if torch is not None:
-            torch.set_rng_state(torch_state)
-        for generator, state in zip(own, own_states, strict=True):
-            generator.set_state(state)
+        for set_state, state in states:
+            with contextlib.suppress(Exception):
+                set_state(state)
 
 
 class RawResult:
@@ -483,6 +488,7 @@ class RawResult:
             index: error for index, error in list(self.errors.items()) if index < self.start + done
         }
         copy.started_at, copy.peak_memory_bytes = self.started_at, self.peak_memory_bytes
+        copy.is_unopened = self.is_unopened
         return copy
 
     def let_go(self, done: int) -> None:

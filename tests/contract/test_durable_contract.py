@@ -5,12 +5,14 @@ there, and never runs again.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import operator
 import os
 import pickle
 import random
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
@@ -200,6 +202,40 @@ def test_a_function_that_holds_something_else_is_pointed_out(
     assert not caplog.records
     pool.parfor(other, [1], run_dir=folder)
     assert "holds different values" in caplog.text
+
+
+DECORATED = """
+import functools
+
+def logged(fn):
+    @functools.wraps(fn)
+    def call(x):
+        return fn(x)
+    return call
+
+@logged
+def train(x):
+    return x
+"""
+
+
+def test_a_decorated_function_may_get_a_docstring(
+    pool: ParallelPool,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "decorated.py"
+    file.write_text(DECORATED)
+    module = importlib.import_module("decorated")
+    monkeypatch.setitem(sys.modules, "decorated", module)
+    pool.parfor(module.train, [1], run_dir=folder)
+    file.write_text(DECORATED.replace("    return x\n", '    "What it does."\n    return x\n'))
+    pool.parfor(importlib.reload(module).train, [1], run_dir=folder)
+    assert not caplog.records
 
 
 def test_a_function_is_the_same_in_another_process(run_python: Any, folder: Path) -> None:

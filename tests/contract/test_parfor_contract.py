@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,16 @@ import pandas as pd
 import pytest
 
 import raypool
-from raypool import InvalidValueError, ParallelPool, Results, TaskError, current_task, load_results
+from raypool import (
+    InvalidValueError,
+    ParallelPool,
+    Results,
+    TaskError,
+    current_task,
+    load_results,
+    parpool,
+)
+from tests.conftest import poll
 
 pytestmark = pytest.mark.semantics
 
@@ -728,6 +737,84 @@ def test_seeded_items_that_wait_for_their_turn_occupy_no_worker(make_pool: Any) 
         finally:
             gate.set()
         assert list(loop.result(300)) == [True] * 4
+
+
+@pytest.mark.threads
+def test_a_seeded_item_that_never_ends_keeps_no_other_loop_waiting(make_pool: Any) -> None:
+    lock, begun = threading.Lock(), threading.Event()
+    lock.acquire()
+
+    def stuck(_: int) -> bool:
+        begun.set()
+        return lock.acquire()  # in native code, where nothing interrupts it
+
+    with (
+        make_pool(1, cancel_grace_s=0.1) as pool,
+        make_pool(1) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        loop = threads.submit(pool.parfor, stuck, 1, seed=0)
+        assert begun.wait(300)
+        pool.cancel_all()
+        assert isinstance(loop.exception(300), CancelledError)
+        assert list(other.parfor(str, 1, seed=0)) == ["0"]
+        assert list(other.parfor(str, 1, seed=0, max_workers=0)) == ["0"]
+        lock.release()
+
+
+@pytest.mark.threads
+def test_ctrl_c_ends_a_loop_that_waits_for_its_turn(make_pool: Any, press_ctrl_c: Any) -> None:
+    begun, gate, raised = threading.Event(), threading.Event(), threading.Event()
+    main = threading.main_thread().ident or 0
+
+    def work(_: int) -> bool:
+        begun.set()
+        return gate.wait(300)
+
+    def press() -> None:
+        begun.wait(300)
+        stack = traceback.walk_stack
+        poll(
+            lambda: "run_loop" in {f.f_code.co_name for f, _ in stack(sys._current_frames()[main])}
+        )
+        press_ctrl_c()
+        raised.wait(100)
+        gate.set()
+
+    with make_pool(1) as pool, parpool(profile="inline", quiet=True) as here:
+        with ThreadPoolExecutor(2) as threads:
+            loop = threads.submit(pool.parfor, work, 1, seed=0)
+            begun.wait(300)
+            threads.submit(press)
+            with pytest.raises(KeyboardInterrupt):
+                here.parfor(str, 2, seed=0)
+            assert not gate.is_set()
+            raised.set()
+            assert list(loop.result(300)) == [True]
+        assert list(here.parfor(str, 2, seed=0)) == ["0", "1"]
+
+
+class Fragile(random.Random):
+    """A generator that fails for good, as one on a GPU with a lasting error does."""
+
+    has_failed = False
+
+    def setstate(self, state: Any) -> None:
+        if self.has_failed:
+            raise RuntimeError("CUDA error")
+        super().setstate(state)
+
+
+FRAGILE = Fragile()
+
+
+def test_an_item_has_its_own_error_where_a_generator_fails_for_good(pool: ParallelPool) -> None:
+    def fn(item: int) -> None:
+        FRAGILE.has_failed = True
+        raise ValueError("its own")
+
+    results = pool.parfor(fn, 1, seed=0, on_error="collect")
+    assert repr(results.errors[0]) == "ValueError('its own')"
 
 
 @pytest.mark.arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 import threading
 import time
@@ -126,6 +127,17 @@ def test_what_is_done_is_told_and_what_follows_is_not_begun(early: HandBack, tol
         [],
     ], "the answer has all of it"
     assert [result.done for result in results] == [2, 3, 0]
+
+
+def test_that_items_could_not_be_unpickled_is_told(early: HandBack, told: Told) -> None:
+    fn = waits_at(5, told)
+    here = Surroundings(
+        WorkerInfo(0, "here", 1), lambda _: fn, pickle.loads, Interrupts(), print, early=early
+    )
+    parts = [part(0, 2), part(5, 6, task_id=1)._replace(items=pickle.dumps([5]))]
+    parts[0] = parts[0]._replace(items=b"broken")
+    run_parts(7, parts, here)
+    assert [result.is_unopened for result in told.all[0].results] == [True, False]
 
 
 def test_the_first_item_may_be_the_one_that_lasts(early: HandBack, told: Told) -> None:
