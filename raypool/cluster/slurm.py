@@ -331,7 +331,7 @@ def allocation_for(profile: Profile, workers: tuple[int | None, int | None]) -> 
         CloudError: Slurm refuses the job, or it has ended.
         StartupError: Ray does not start on the nodes.
     """
-    if "RAY_ADDRESS" in os.environ or profile.address is not None:
+    if os.environ.get("RAY_ADDRESS") or profile.address is not None:
         return None  # there is a cluster already: in a job, that of `slurm_job`
     if "SLURM_JOB_ID" in os.environ:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")

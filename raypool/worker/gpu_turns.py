@@ -86,8 +86,9 @@ class GpuTurns:
             self.limit = share
         if self._lock < 0:
             folder, flags = self._find_folder(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._door = os.open(folder / f"gpu-{self._device}.door", flags, 0o600)
-            self._lock = os.open(folder / f"gpu-{self._device}.lock", flags, 0o600)
+            name = f"gpu-{self._device}".replace("/", "-")  # an instance may be MIG-GPU-UUID/1/0
+            self._door = os.open(folder / f"{name}.door", flags, 0o600)
+            self._lock = os.open(folder / f"{name}.lock", flags, 0o600)
         if is_alone:
             # the door is closed while it waits: else newcomers could keep it waiting forever
             fcntl.flock(self._door, fcntl.LOCK_EX)

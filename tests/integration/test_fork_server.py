@@ -39,6 +39,7 @@ def facts(context):
         "threads": torch.get_num_threads(), "interrupt": signal.getsignal(signal.SIGCHLD) == 0,
         "mode": os.environ.get("MODE"), "server": os.environ.get("RAYPOOL_FORK_SERVER"),
         "group": os.getpgid(0) == os.getpid(),
+        "oom_score_adj": open("/proc/self/oom_score_adj").read().strip(),
     }
 
 def profile(**changes):
@@ -60,6 +61,7 @@ with parpool(3, profile=profile(env={"MODE": "fast"})) as pool:
     assert {worker["threads"] for worker in workers} == {1}, "as Ray gives it to the actor"
     assert all(worker["interrupt"] and worker["group"] for worker in workers)
     assert {worker["server"] for worker in workers} == {None}
+    assert {worker["oom_score_adj"] for worker in workers} == {"1000"}, "as Ray wants it"
 
 
 def test_what_cannot_be_a_fork_is_a_process(run_python: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -431,3 +432,24 @@ def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     ray.shutdown()
     pool.delete()
     """)
+
+
+def test_under_uv_run_tasks_write_into_the_folder_of_the_script(
+    run_python: Any, tmp_path: Path
+) -> None:
+    """Ray would give them a copy of it; and a RAY_ADDRESS without an address is none."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "p"\nversion = "0"\n')
+    (tmp_path / "train.py").write_text(
+        "from pathlib import Path\nfrom raypool import parpool\n"
+        "if __name__ == '__main__':\n"
+        "    with parpool(1, quiet=True) as pool:\n"
+        "        pool.parfor(lambda i: Path(f'model_{i}').touch(), 1)\n"
+    )
+    (tmp_path / "run").write_text(f"{sys.executable} train.py\n")
+    code = f"""
+    import subprocess
+    uv = ["bash", "-c", "exec -a uv bash run"]
+    subprocess.run(uv, cwd={str(tmp_path)!r}, check=True)
+    """
+    run_python(code, RAY_ADDRESS="")
+    assert (tmp_path / "model_0").exists()

@@ -88,7 +88,9 @@ def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.M
         ("2", 0),
         ("0,1", 2),
         ("GPU-a, GPU-b", 1),
-        ("MIG-a,MIG-b", None),
+        ("MIG-a, MIG-b", 2),
+        ("MIG-b,MIG-b,MIG-c", 1),
+        ("MIG-c", None),
         (None, None),
     ],
 )

@@ -469,6 +469,14 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTurns:
     return GpuTurns(SimulatedGpus(tmp_path / "gpus", 1), "0", 1.0, lambda: tmp_path)
 
 
+def test_an_instance_of_a_divided_card_may_have_slashes_in_its_name(tmp_path: Path) -> None:
+    name = "MIG-GPU-11111111-2222-3333-4444-555555555555/1/0"
+    turns = GpuTurns(SimulatedGpus(tmp_path / "gpus", 1), name, 1.0, lambda: tmp_path)
+    turns.begin(part_with(share=1.0))
+    turns.end()
+    assert len([*tmp_path.glob("gpu-MIG-*.lock")]) == 1
+
+
 def part_with(*, is_alone: bool = False, is_rank: bool = False, share: float = 0.25) -> Part:
     return Part(
         0,

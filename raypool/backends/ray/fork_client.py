@@ -8,6 +8,7 @@ becomes what Ray would have started. It imports little: each worker waits for it
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import select
@@ -26,6 +27,9 @@ CONTEXT = "--serialized-runtime-env-context="
 LANGUAGE = "--language="
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+OOM_SCORE = "/proc/self/oom_score_adj"
+"""What Ray raises for its workers: they end first where the machine runs out of memory."""
+
 FORK_S = 60.0
 """How long the server may take; it has to import its modules first [s]."""
 
@@ -34,11 +38,14 @@ def main(words: list[str]) -> None:
     """Have a worker forked, and live as long as it."""
     path = os.environ.pop(SERVER, "")
     try:
+        with open(OOM_SCORE) as score:
+            oom_score_adj = score.read()
         request = {
             **understood(words),
             "folder": os.getcwd(),
             "group": os.getpgrp(),
             "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "oom_score_adj": oom_score_adj,
         }
         server = socket.socket(socket.AF_UNIX)
         server.settimeout(FORK_S)
@@ -53,6 +60,8 @@ def main(words: list[str]) -> None:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         worker = os.pidfd_open(answer["pid"])
+        with contextlib.suppress(OSError), open(OOM_SCORE, "w") as score:
+            score.write("0")  # it has no memory: its worker is to go first
     except (OSError, ValueError) as reason:
         if str(reason):
             os.environ[REFUSED] = str(reason)

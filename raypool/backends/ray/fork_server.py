@@ -41,7 +41,10 @@ from typing import Any, NamedTuple
 BEFORE_MAIN = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONHASHSEED", "MALLOC_ARENA_MAX")
 """Variables that are read before `main`."""
 
-AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "RAY_")
+AT_IMPORT = (
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "RAY_"),
+    *("TORCH", "PYTORCH_", "JAX_", "XLA_", "TF_", "HF_", "TRANSFORMERS_"),
+)
 """Beginnings of variables that are read as a library is imported."""
 
 PER_WORKER = {
@@ -384,6 +387,8 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["variables"])

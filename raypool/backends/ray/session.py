@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import os
 import random
@@ -121,6 +122,8 @@ that are left after four seconds are killed.
 Most end by themselves, but Ray's agents first try for minutes to reach the control store.
 """
 
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens
     # on the loopback only.
@@ -133,6 +136,9 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     # Ray warns that it will change this default; it is what we want.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Under `uv run`, workers would have a copy of the current folder, which is removed with Ray,
+    # and with it the files that tasks have written there.
+    UV_RUN: "0",
 }
 """The environment of a Ray of our own, where the user has not set it. Ray reads it on import."""
 
@@ -191,7 +197,7 @@ def join_ray(
                 _allocation = allocation_for(profile, workers)
         if _allocation is not None:
             profile = _allocation.joined(profile)
-        address = profile.address or os.environ.get("RAY_ADDRESS")
+        address = profile.address or os.environ.get("RAY_ADDRESS") or None  # Ray ignores ""
         if not _is_initialized():
             _prepare(profile, address)
         # its modules are imported while Ray is imported here, and starts
@@ -531,6 +537,7 @@ def _prepare(profile: Profile, address: str | None) -> None:
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_ONLY, "1") == "1"
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = os.environ.get(UV_RUN, "1") == "1"
     if address is not None:
         connect.check(address)
 
@@ -649,6 +656,12 @@ def _connect(
 def count_gpus(inventory: Inventory | None) -> int | None:
     """Return how many GPUs the next Ray here has; None: Ray's own count."""
     text = os.environ.get(CUDA)
+    if text is not None and text.startswith("MIG-"):
+        # Ray would give a worker to each divided GPU, not to each of its instances
+        known = {name for card in (inventory or NVIDIAS).devices() for name in card.mig or ()}
+        named = [*itertools.takewhile(known.__contains__, map(str.strip, text.split(",")))]
+        if named:
+            return len(set(named))
     # Ray counts the names between commas, including those by which CUDA sees nothing
     if text is not None and not text.startswith("MIG-"):
         # a process sees one instance of a divided GPU and nothing else, but a worker has one GPU
