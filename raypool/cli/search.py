@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shlex
 import sys
@@ -152,7 +153,8 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                 raise SystemExit(1) from None
     _show(found, run_dir, is_json)
     frame = found.to_frame()
-    if not frame.loc[frame["state"] != "failed", frame.columns[2]].notna().any():
+    scores = frame.loc[frame["state"] != "failed", frame.columns[2]].astype(float)
+    if not scores.abs().lt(math.inf).any():  # there is no best one
         raise SystemExit(1)
 
 

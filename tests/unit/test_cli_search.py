@@ -27,6 +27,9 @@ def train(config):
 
 def fail(config):
     raise LookupError("no data")
+
+def diverge(config):
+    return float("inf")
 """
 
 SPACE = """
@@ -86,6 +89,11 @@ def test_failures_and_mistakes(folder: Path) -> None:
         failed = search("--num-trials", "2", function="fail")
         assert failed.exit_code == 1
         assert "LookupError: no data" in failed.stderr
+    diverged = raypool(
+        *("search", "module_of_search:diverge", "space.toml", "--run-dir", "other"),
+        *("--profile", "inline", "--num-trials", "2"),
+    )
+    assert diverged.exit_code == 1, "there is no best trial"
     for space, words in [
         ("x = {unifrm = [0, 1]}", "x must be a plain value or a range.*Did you mean uniform"),
         ("x = {uniform = [1, 0]}", "x: The range from 1 to 0 is empty"),
