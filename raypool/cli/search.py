@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shlex
 import sys
@@ -100,8 +101,8 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
 
     Trials are kept in RUN_DIR; run the same command again to resume, or with more trials to
     continue. The table goes to standard output, everything else to standard error. Exit status: 0
-    if there is a best trial, 1 if all failed, 2 for a usage error, 75 if all machines are about to
-    shut down, 130 after Ctrl-C or if a watcher stopped it.
+    if there is a best trial, 1 if there is none, 2 for a usage error, 75 if all machines are about
+    to shut down, 130 after Ctrl-C or if a watcher stopped it.
     """  # noqa: D301 - click leaves the lines after this character as they are
     from raypool import search as spaces
     from raypool.cli.inputs import find_function
@@ -151,6 +152,10 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                 echo(f"  {shlex.join(['raypool', 'replay', run_dir, '0', '--debug'])}", err=True)
                 raise SystemExit(1) from None
     _show(found, run_dir, is_json)
+    frame = found.to_frame()
+    scores = frame.loc[frame["state"] != "failed", frame.columns[2]].astype(float)
+    if not scores.abs().lt(math.inf).any():  # there is no best one
+        raise SystemExit(1)
 
 
 def _show(found: SearchResults, run_dir: str, is_json: bool) -> None:

@@ -165,6 +165,7 @@ class DurableLoop(LoopWork):
                 " another folder.",
                 run_dir=str(self.run_dir),
             ) from error
+        self.num_saved = len(self._stored)
         if self._stored and items and self._stored.keys().isdisjoint(self.keys):
             logger.warning(
                 "None of the %s items of %s is among the %s with a result in %s, so all of them"
@@ -249,12 +250,13 @@ class DurableLoop(LoopWork):
             self._source = None
             more = f" and {len(changes) - MOST_CHANGES:,} more" if changes[MOST_CHANGES:] else ""
             logger.warning(
-                "Results saved in %s are reused, but %s %s%s. Use another run_dir, or rerun='all',"
-                " to compute them again.",
+                "Results saved in %s are reused, but %s %s%s. Use another run_dir%s to compute them"
+                " again.",
                 self.run_dir,
                 self.function.name,
                 "; it ".join(changes[:MOST_CHANGES]),
                 more,
+                ", or rerun='all'," if self.can_rerun else "",
             )
 
     def caught_up(self) -> Feed:
@@ -264,12 +266,12 @@ class DurableLoop(LoopWork):
             return self.feed
         feed = Feed()
         for index, run in self._runs.items():
-            for row in rows_of(self.folder(index) / METRICS, index, run):
+            for _, row in rows_of(self.folder(index) / METRICS, index, run):
                 feed.add_row(row)
         feed.add_all_of(self.feed)
         return feed
 
-    def earlier_reports(self, index: int) -> Iterator[Row]:
+    def earlier_reports(self, index: int) -> Iterator[tuple[int, Row]]:
         """Yield what an item reported in earlier calls, also without an outcome."""
         return rows_of(self.folder(index) / METRICS, index)
 
@@ -829,8 +831,8 @@ class ItemFiles:
         return error
 
 
-def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[Row]:
-    """Yield what an item has reported in a run, or in all, as far as it can be read."""
+def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[tuple[int, Row]]:
+    """Yield what an item has reported in a run, or in all, as far as can be read, and the runs."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -839,4 +841,5 @@ def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[Row]:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # cut off by a crash
             row = json.loads(line)
             if run in (None, row["run"]):
-                yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
+                metrics = float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
+                yield int(row["run"]), metrics

@@ -128,6 +128,8 @@ class LoopWork:
         self.label = options.label
         self._options = options
         self._order = options.order
+        self.can_rerun = True  # whether users can have everything run again
+        self.num_saved = 0  # outcomes of earlier calls
         self.is_fixed = options.is_fixed
         self.home: str | None = None  # the path or URL for checkpoints
         self._owner = ""
@@ -287,8 +289,8 @@ class LoopWork:
             for index in self.numbers(share.items)[:MOST_SHOWN]
         ]
 
-    def earlier_reports(self, index: int) -> Iterator[ReportRow]:
-        """Yield what an item reported in earlier calls with the same folder."""
+    def earlier_reports(self, index: int) -> Iterator[tuple[int, ReportRow]]:
+        """Yield what an item reported in earlier calls with the same folder, with their runs."""
         return iter(())
 
     def calls(self) -> list[dict[str, Any]]:

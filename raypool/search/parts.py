@@ -39,7 +39,7 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> A
 
     def count(note: TaskContext, kind: str, payload: Any) -> bool | None:
         nonlocal num_reports
-        if kind == "metrics" and metric in payload[1]:
+        if kind == "metrics" and (metric is None or metric in payload[1]):
             if note.should_stop and not note.is_leaving:
                 raise TrialEndedError
             if part.is_again and epochs_of(payload[1], 0) > part.until:

@@ -23,7 +23,7 @@ from raypool.channel.records import Missing, function_name
 from raypool.core.messages import CancelRequested, ItemsAdded, StopRequested
 from raypool.core.model import Slice, TaskSpec
 from raypool.engine.engine import Engine
-from raypool.engine.loop import CallItems, LoopOptions, LoopWork
+from raypool.engine.loop import CallItems, LoopOptions, LoopWork, Restored
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -34,7 +34,7 @@ from raypool.errors import (
     checked_count,
     optional_count,
 )
-from raypool.journal.trials import RUNG, Trials
+from raypool.journal.trials import Trials
 from raypool.loggers import SweepLogger, check_loggers
 from raypool.options import Options, check_callable, check_name, check_seconds
 from raypool.parallel_for import (
@@ -54,15 +54,17 @@ from raypool.parallel_for import (
 from raypool.results import Results, best_first, direction
 from raypool.search import Halving, Population, Until
 from raypool.search.parts import TrialPart, epochs_of, run_part
-from raypool.search.resume import has_gone_on, has_paused, place, replay
+from raypool.search.resume import has_gone_on, has_paused, place, replay, reports_before, waited
 from raypool.search.rungs import Members, Rungs
 from raypool.search.space import Space, check_space
 from raypool.search.study import (
     Trial,
     TrialStudy,
     check_direction,
+    check_metric,
     open_study,
     patient,
+    pruned_by,
     quiet_optuna,
     stoppable,
 )
@@ -290,13 +292,17 @@ def run_search(
             watched(wanted.progress, work.label, engine) as display,
             logged(wanted.loggers, work) as log,
         ):
-            study = wanted.study or open_study(
-                work.run_dir, wanted.mode, wanted.score_name, wanted.pruner
-            )
-            with patient(study, work.run_dir), stoppable(study):
+            is_shared = wanted.study is not None
+            study = wanted.study or open_study(work.run_dir, wanted.mode, wanted.pruner)
+            with (
+                patient(study, work.run_dir),
+                stoppable(study),
+                pruned_by(study, wanted.pruner),
+            ):
                 check_direction(study, wanted.mode)
                 if work.run_dir is not None:
                     check_space(work.run_dir, *searched)
+                check_metric(study, wanted.score_name, work.run_dir, is_shared=is_shared)
                 watchers = [watcher for watcher in (log, display) if watcher is not None]
                 search = (kind or Search)(engine, work, watchers, wanted, study, searched)
 
@@ -374,7 +380,9 @@ def search_work(
     label = wanted.name or options.name or function.name
     home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
     how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
-    return new_loop(fn, function, how, wanted.run_dir, "missing")
+    work = new_loop(fn, function, how, wanted.run_dir, "missing")
+    work.can_rerun = False
+    return work
 
 
 # --- one search -----------------------------------------------------------------------------------
@@ -421,6 +429,7 @@ class Search(LoopRun):
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
         self._copies = CheckpointCopies(self._is_inline, self._wake)
         self._early: set[int] = set()  # running trials that were promoted early
+        self._is_score_reached = False  # that of `stop_when`
         self._has_warned = False  # that a trial repeats epochs
         self._began_at = time.monotonic()
         self.ended_by = ""  # why `stop_when` has ended it
@@ -521,19 +530,37 @@ class Search(LoopRun):
             trial = self._join(self._study.restore(frozen))
             if trial.state == "pruned":
                 trial.stopped_by = self._rule
-            elif trial.state == "failed" and self._members is not None:
-                self._members.leave(trial.index)
+            elif trial.state == "failed":
+                self._study.num_failed += 1
+                if self._members is not None:
+                    self._members.leave(trial.index)
         for trial in self.trials:
             self._fit_to_levels(trial)
             self._continue(trial)
+        self._study.note_exhausted()
+        if not self.trials and (num_saved := self._work.num_saved):
+            logger.warning(
+                "%s has the results of %s trials, but study %r has no trial of this folder, so all"
+                " trials run again. A folder that was moved is another one for a study.",
+                self._work.run_dir,
+                f"{num_saved:,}",
+                self._study.name,
+            )
 
     def _fit_to_levels(self, trial: Trial) -> None:
         """Let a trial of a call with more rungs be at one that there is."""
         if not self._levels:
             return
         last = len(self._levels) - 1
-        trial.rung = min(trial.rung, last)
-        if self._members is not None and trial.lineage and trial.lineage[2] >= last:
+        trial.rung, fits = min(trial.rung, last), True
+        if trial.noted_part is not None:
+            fits = trial.noted_part[1] in self._levels
+            trial.rung = self._levels.index(int(trial.noted_part[1])) if fits else 0
+        if self._members is not None and (
+            any(each.lineage for each in self.trials)
+            if not fits
+            else trial.lineage and trial.lineage[2] >= last
+        ):
             raise InvalidValueError(
                 f"{self._work.run_dir} holds a population that pauses at other epochs. Use the same"
                 " every= and max_epochs=, or another run_dir."
@@ -543,15 +570,14 @@ class Search(LoopRun):
         """Bring a trial of an earlier call to where it was."""
         if self._members is not None and trial.lineage:
             self._take_over(trial, self._members)
-        kept = self._work.restored.get(trial.index)
-        reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
-        reported_at = reports[-1].time.timestamp() if reports else -math.inf
+        rows = self._work.earlier_reports(trial.index)
+        reports = [(run, report_of_row(row)) for run, row in rows]
+        reported_at = reports[-1][1].time.timestamp() if reports else -math.inf
         replay(trial, self._study, reports, self._levels)
-        if kept is not None and (
-            isinstance(kept.error, POOL_ENDED)
-            or has_gone_on(trial, kept.row, reported_at, self._levels)
-        ):
-            kept = None
+        kept = self._kept(trial, reported_at)
+        has_waited = kept is not None and kept.error is None and waited(trial)
+        if has_waited and (not self._levels or trial.epochs < self._levels[0]):
+            kept = None  # this call has no rung where it could wait
         is_interrupted = trial.state == "running" and kept is None
         if self._rungs is not None:
             place(trial, self._rungs, is_interrupted=is_interrupted)
@@ -562,23 +588,36 @@ class Search(LoopRun):
         if saved_at is not None and has_paused(trial, saved_at, reported_at, self._levels):
             self._end_part(trial, None, None)
         elif is_interrupted:
-            if self._rungs is not None and not any("epoch" in each.metrics for each in reports):
+            if not any("epoch" in each.metrics for _, each in reports):
                 # what came after its last rung runs again
-                trial.num_reports = self._levels[trial.rung - 1] if trial.rung else 0
+                trial.num_reports = reports_before(trial, self._levels, has_waited=has_waited)
             self._interrupted.append(trial)
         elif trial.state == "running" and kept is not None:
             self._end_part(trial, kept.value, kept.error)
-        elif kept is not None and kept.error is None:
-            self._recall(trial, kept.value)
+        elif trial.state != "running":
+            self._recall(trial, kept)
 
-    def _recall(self, trial: Trial, value: Any) -> None:
+    def _kept(self, trial: Trial, reported_at: float) -> Restored | None:
+        """Return the outcome of a trial's newest part; None: it has none."""
+        kept = self._work.restored.get(trial.index)
+        if kept is None or isinstance(kept.error, POOL_ENDED):
+            return None
+        if trial.state == "failed":
+            return kept
+        return None if has_gone_on(trial, kept.row, reported_at, self._levels) else kept
+
+    def _recall(self, trial: Trial, kept: Restored | None) -> None:
         """Let a trial that Optuna was told of in an earlier call count."""
         study = self._study
-        if trial.score is None or not math.isfinite(trial.score):
-            trial.score = study.score_of_part(value, trial)
+        if trial.state == "failed":
+            self._first_error = self._first_error or (kept.error if kept is not None else None)
+            return
+        if kept is not None and (trial.score is None or not math.isfinite(trial.score)):
+            trial.score = study.score_of_part(kept.value, trial)
         if trial.score is not None:
-            study.compare(trial.score)
-            study.note_leader(trial, trial.score)
+            study.compare(trial)
+            study.note_leader(trial)
+            self._note_peak(trial)
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
@@ -631,11 +670,10 @@ class Search(LoopRun):
 
     def _begin(self, trial: Trial) -> None:
         """Queue the next part of a trial."""
-        if self._work.run_dir is not None and trial.handle is not None and trial.rung > 0:
-            trial.handle.set_user_attr(RUNG, trial.rung)  # before it changes its checkpoint
         has_run = trial.part is not None or trial.index in self._work.restored
         trial.part = self._num_parts
         trial.num_before, trial.attempt = trial.num_reports, 1
+        self._study.note_part(trial)  # before it changes its checkpoint
         self._num_parts += 1
         self._work.queue(trial.index, has_run=has_run)
         if self._num_parts - self._num_sent >= self._group:
@@ -671,7 +709,7 @@ class Search(LoopRun):
         why = ""
         if when.seconds is not None and time.monotonic() - self._began_at >= when.seconds:
             why = f"{when.seconds:g} s have passed"
-        elif when.score is not None and self._study.best >= self._study.good(when.score):
+        elif when.score is not None and self._is_score_reached:
             why = f"score {when.score:g} is reached"
         elif when.patience is not None and self._study.num_since_best >= when.patience:
             why = f"{when.patience} trials without a new best score"
@@ -814,11 +852,20 @@ class Search(LoopRun):
             self._warn_of_repeats(trial, report.metrics)
         if trial.epochs == trial.until:
             self._work.write_reports()  # before it saves the checkpoint at which it pauses
+        if value is not None:
+            self._note_peak(trial)
         if value is not None and not trial.stopped_by:
             self._stop_if_hopeless(trial, value, report.metrics)
             self._end_early()
         if self._options.on_report is not None:
             self._options.on_report(report)
+
+    def _note_peak(self, trial: Trial) -> None:
+        """Note whether a trial has the score at which `stop_when` ends the search."""
+        when = self._options.stop_when
+        if when is not None and when.score is not None:
+            trial.has_reached_score |= trial.peak >= self._study.good(when.score)
+            self._is_score_reached |= trial.has_reached_score
 
     def _warn_of_repeats(self, trial: Trial, metrics: dict[str, Any]) -> None:
         if self._rungs is None or trial.rung == 0 or trial.is_again:
@@ -947,7 +994,8 @@ class Search(LoopRun):
             else:
                 self._note_missing(trial, value)
             return
-        good = self._study.compare(trial.score)
+        good = self._study.compare(trial)
+        self._note_peak(trial)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
         is_there = trial.until <= trial.epochs and not is_cancelled
         if self._rungs is not None and is_there and trial.epochs < self._levels[-1]:
@@ -959,12 +1007,14 @@ class Search(LoopRun):
             if isinstance(self._rungs, Rungs) and is_there:
                 self._rungs.reach(trial.index, trial.rung, good, is_waiting=False)
             self._tell(trial, "pruned" if trial.stopped_by else "complete")
-        self._study.note_leader(trial, trial.score)
+        self._study.note_leader(trial)
 
     def _tell(self, trial: Trial, state: str) -> None:
         """Tell Optuna how a trial has ended."""
         if state == "failed" and self._members is not None:
             self._members.leave(trial.index)
+        if state == "pruned" and trial.has_reached_score:
+            state, trial.stopped_by = "complete", ""  # it did what was asked for
         self._study.tell(trial, state)
 
     # --- failures ---------------------------------------------------------------------------------
@@ -984,6 +1034,18 @@ class Search(LoopRun):
         logger.warning("%s It counts as failed.", error)
 
     def _raise_if_none_is_good(self) -> None:
-        if self._first_error is not None and self._study.num_failed == len(self.trials):
-            add_note(self._first_error, f"raypool: all {len(self.trials)} trials failed.")
-            raise self._first_error
+        if not self.trials or self._study.num_failed < len(self.trials):
+            return
+        if self._first_error is None:
+            with quiet_optuna():
+                for index, kept in self._work.restored.items():  # those without a score
+                    self._note_missing(self.trials[index], kept.value)
+            return
+        note = f"raypool: all {len(self.trials)} trials failed."
+        if self._num_parts == 0:
+            note += (
+                " They failed in an earlier call, and do not run again. Pass a larger num_trials,"
+                " or another run_dir."
+            )
+        add_note(self._first_error, note)
+        raise self._first_error

@@ -9,6 +9,7 @@ import copy
 import functools
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -18,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.channel.feed import MetricsReport
 from raypool.errors import InvalidValueError, JournalError
-from raypool.journal.trials import METRIC, NAME, OWNER, PARENT, RUNG, STATES, STUDY, WORKERS
+from raypool.journal.trials import (
+    METRIC,
+    NAME,
+    OWNER,
+    PARENT,
+    PART,
+    RUNG,
+    STATES,
+    STUDY,
+    WORKERS,
+)
 from raypool.search.parts import epochs_of, score_of
 from raypool.search.space import Space
 from raypool.worker.running import item_seed
@@ -48,7 +59,10 @@ class Trial:
     `num_before`: its reports before that part; `attempt`: the newest attempt at the part.
     `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an earlier call.
     `lineage`: the trials that it took over from and replaced, and the rung of the checkpoint; empty
-    for one that began by itself.
+    for one that began by itself. `noted_part`: of the newest part that the study knows, the reports
+    before it and its last epoch (infinite: that of the trial); None: it knows of none. `peak`: the
+    best of its scores, as `TrialStudy.good` returns it; `has_reached_score`: whether that ends the
+    search.
     """
 
     index: int
@@ -69,6 +83,9 @@ class Trial:
     stopped_by: str = ""
     at_rungs: list[float] = field(default_factory=list)
     lineage: Sequence[int] = ()
+    noted_part: tuple[int, float] | None = None
+    peak: float = -math.inf
+    has_reached_score: bool = False
 
 
 class TrialStudy:
@@ -79,7 +96,6 @@ class TrialStudy:
         waiting: The numbers of those that wait at a rung.
         num_failed: How many have failed.
         best: The best score so far, after however many epochs; see `good`.
-        num_since_best: How many parts of trials have ended since then.
     """
 
     def __init__(
@@ -95,7 +111,8 @@ class TrialStudy:
         self.trials: list[Trial] = []
         self.waiting: set[int] = set()
         self.num_failed = 0
-        self.best, self.num_since_best = -math.inf, 0
+        self.best, self._best_trial = -math.inf, -1
+        self._since_best: set[int] = set()  # the trials of which parts have ended since then
         self._study, self._space, self._metric = study, space, metric
         self._sign = 1.0 if mode == "max" else -1.0
         self._run_dir, self._is_shared = run_dir, is_shared
@@ -131,6 +148,29 @@ class TrialStudy:
         """Whether the sampler has nothing more to suggest, or a callback has stopped the study."""
         return bool(self._study._stop_flag)
 
+    @property
+    def name(self) -> str:
+        """The name of the study."""
+        return self._study.study_name
+
+    def note_exhausted(self) -> None:
+        """Let the study stop, if its sampler suggested everything in earlier calls.
+
+        Samplers say so only at the end of a trial.
+        """
+        from optuna.samplers import BruteForceSampler, GridSampler
+        from optuna.trial import TrialState
+
+        sampler = self._study.sampler
+        if not isinstance(sampler, (BruteForceSampler, GridSampler)) or not self.trials:
+            return
+        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        for ended in self._study.get_trials(deepcopy=False, states=states)[-1:]:
+            if isinstance(sampler, BruteForceSampler):
+                sampler.after_trial(self._study, ended, ended.state, ended.values)
+            elif sampler.is_exhausted(self._study):
+                self._study.stop()
+
     def ask(self) -> Trial:
         """Return a new trial that Optuna suggests."""
         if self._sampler_for is not None:
@@ -159,8 +199,9 @@ class TrialStudy:
     def earlier(self) -> Iterator[FrozenTrial]:
         """Find the trials of earlier calls with the same folder."""
         for frozen in self._study.get_trials(deepcopy=False) if self._run_dir is not None else ():
-            # a study of the user's has other trials, too
-            if not self._is_shared or frozen.user_attrs.get(OWNER) == str(self._run_dir):
+            # a study of the user's has other trials, too; `ask` takes those that users enqueue
+            is_own = not self._is_shared or is_owned_by(self._run_dir, frozen)
+            if is_own and frozen.state.name != "WAITING":
                 yield frozen
 
     def restore(self, frozen: FrozenTrial) -> Trial:
@@ -179,7 +220,9 @@ class TrialStudy:
         trial = self._add(frozen.number, handle, params)
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
         trial.lineage = frozen.user_attrs.get(PARENT, ())
-        trial.rung = frozen.user_attrs.get(RUNG, 0)
+        trial.rung = frozen.user_attrs.get(RUNG, 0)  # noted by earlier versions of raypool
+        if (part := frozen.user_attrs.get(PART)) is not None:
+            trial.noted_part = part[0], math.inf if part[1] is None else part[1]
         if handle is None:
             trial.state = STATES[frozen.state.name]
             if frozen.value is not None and math.isfinite(frozen.value):
@@ -194,6 +237,11 @@ class TrialStudy:
         return trial
 
     # --- scores come ------------------------------------------------------------------------------
+
+    @property
+    def num_since_best(self) -> int:
+        """How many other trials have had scores since the best one, however many each."""
+        return len(self._since_best - {self._best_trial})
 
     def good(self, score: float) -> float:
         """Return a score of which more is better; NaN and infinity are the worst."""
@@ -214,6 +262,7 @@ class TrialStudy:
         # an attempt after a lost worker repeats epochs
         trial.epochs = max(trial.epochs, epochs)
         trial.score = score
+        trial.peak = max(trial.peak, self.good(score))
         return score
 
     def score_of_part(self, value: Any, trial: Trial) -> float | None:
@@ -224,16 +273,22 @@ class TrialStudy:
         score = score_of(own)
         return trial.score if score is None else score
 
-    def compare(self, score: float) -> float:
-        """Compare the score of a part with the best one so far; return it as `good` does."""
-        good = self.good(score)
-        self.num_since_best = 0 if good > self.best else self.num_since_best + 1
-        self.best = max(self.best, good)
+    def compare(self, trial: Trial) -> float:
+        """Compare the score after a part with the best one so far; return it as `good` does."""
+        assert trial.score is not None
+        good = self.good(trial.score)
+        trial.peak = max(trial.peak, good)
+        if good > self.best:
+            self.best, self._best_trial = good, trial.number
+            self._since_best.clear()
+        else:
+            self._since_best.add(trial.number)
         return good
 
-    def note_leader(self, trial: Trial, score: float) -> None:
+    def note_leader(self, trial: Trial) -> None:
         """Compare a trial whose part has ended with the one that leads."""
-        found = trial.state == "complete", self.good(score)
+        assert trial.score is not None
+        found = trial.state == "complete", self.good(trial.score)
         if found > self._leader[:2]:  # a score after a few epochs is no match
             self._leader = (*found, trial.number)
 
@@ -256,11 +311,21 @@ class TrialStudy:
             trial.handle.report(score, step=trial.epochs)
         return trial.handle
 
+    def note_part(self, trial: Trial) -> None:
+        """Note the part that a trial begins in the study, for later calls with its folder."""
+        is_whole = trial.until == math.inf
+        if self._run_dir is None or trial.handle is None or (is_whole and not trial.noted_part):
+            return
+        trial.noted_part = trial.num_before, trial.until
+        trial.handle.set_user_attr(PART, [trial.num_before, None if is_whole else trial.until])
+
     def tell(self, trial: Trial, state: str) -> None:
         """Tell Optuna how a trial has ended."""
         from optuna.trial import TrialState
 
         trial.state = state
+        if trial.has_reached_score and state != "failed":
+            trial.score = self._sign * trial.peak
         tell = functools.partial(self._study.tell, trial.number, skip_if_finished=True)
         if state == "failed":
             self.num_failed += 1
@@ -286,19 +351,30 @@ class TrialStudy:
 # --- where the study is kept ----------------------------------------------------------------------
 
 
-def open_study(
-    run_dir: Path | None, mode: str, score_name: str, pruner: BasePruner | None
-) -> optuna.Study:
-    """Return a new study in memory, or that of the run's folder."""
+def open_study(run_dir: Path | None, mode: str, pruner: BasePruner | None) -> optuna.Study:
+    """Return a new study in memory, or that of the run's folder.
+
+    Raises:
+        JournalError: The study there is damaged.
+    """
     import optuna
 
     storage = None
     if run_dir is not None:
-        from optuna.storages.journal import JournalFileBackend, JournalStorage
+        from optuna.storages.journal import JournalStorage
+
+        from raypool.search.study_log import StudyLog
 
         # left by a driver that was killed while it wrote; Optuna would wait 30 s for it
         (run_dir / f"{STUDY}.lock").unlink(missing_ok=True)
-        storage = JournalStorage(JournalFileBackend(str(run_dir / STUDY)))
+        try:
+            storage = JournalStorage(StudyLog(run_dir / STUDY))
+        except (ValueError, KeyError) as error:  # a line is no record
+            raise JournalError(
+                f"{run_dir / STUDY} is damaged ({error}). Use another run_dir; load_results still"
+                " reads the finished trials in this one.",
+                run_dir=str(run_dir),
+            ) from error
     with quiet_optuna():
         study = optuna.create_study(
             storage=storage,
@@ -307,9 +383,41 @@ def open_study(
             direction="maximize" if mode == "max" else "minimize",
             load_if_exists=True,
         )
-        if study.user_attrs.get(METRIC) != score_name:  # for reports
-            study.set_user_attr(METRIC, score_name)
     return study
+
+
+def check_metric(
+    study: optuna.Study, score_name: str, run_dir: Path | None, *, is_shared: bool
+) -> None:
+    """Note the name of the score in a study, or make sure that it is the same as before.
+
+    Raises:
+        JournalError: It is another one, and trials of this folder have scores.
+    """
+    if run_dir is None:
+        return
+    name = f"{METRIC} in {os.path.realpath(run_dir)}" if is_shared else METRIC
+    known = study.user_attrs.get(name)
+    if known == score_name:
+        return
+    for trial in study.get_trials(deepcopy=False) if known is not None else ():
+        is_own = not is_shared or is_owned_by(run_dir, trial)
+        if is_own and (trial.values or trial.intermediate_values):
+            raise JournalError(
+                f"{run_dir} holds trials of another metric: it was {known!r} there, and is"
+                f" {score_name!r} in this call. Use the same metric, or another run_dir.",
+                run_dir=str(run_dir),
+            )
+    study.set_user_attr(name, score_name)
+
+
+def is_owned_by(run_dir: Path | None, frozen: FrozenTrial) -> bool:
+    """Whether a trial in a user's study belongs to the search in a folder."""
+    owner = str(frozen.user_attrs.get(OWNER, ""))
+    if run_dir is None or not owner:
+        return False
+    # one of them may be a link
+    return owner == str(run_dir) or os.path.realpath(owner) == os.path.realpath(run_dir)
 
 
 def quiet_optuna() -> contextlib.ExitStack:
@@ -357,6 +465,13 @@ def stoppable(study: optuna.Study) -> contextlib.ExitStack:
     local = study._thread_local
     local.in_optimize_loop, study._stop_flag = True, False
     return undoing(setattr, local, "in_optimize_loop", False)
+
+
+def pruned_by(study: optuna.Study, pruner: BasePruner | None) -> contextlib.ExitStack:
+    """Let a study use the pruner of this call, if there is one, instead of its own."""
+    before = study.pruner
+    study.pruner = before if pruner is None else pruner
+    return undoing(setattr, study, "pruner", before)
 
 
 class PatientStorage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -547,6 +548,85 @@ def test_a_search_ends_early(pool: ParallelPool, caplog: pytest.LogCaptureFixtur
     assert not pool.search(climbing, SPACE, num_trials=40, stop_when=over)
 
 
+@pytest.mark.parametrize("stop", [None, HALVING])
+def test_the_trial_that_reached_the_score_is_the_best(
+    pool: ParallelPool, tmp_path: Path, stop: Any
+) -> None:
+    """It counts as soon as it is reported, whatever comes after it."""
+
+    def train(config: dict[str, Any]) -> dict[str, float]:
+        index, accuracy = current_task().index, 0.0
+        for epoch in range(load_checkpoint() or 0, 9):
+            accuracy = 0.99 if (index, epoch) == (8, 0) else 0.5 + index / 100
+            report(epoch=epoch, accuracy=accuracy)
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return {"accuracy": accuracy if index < 8 else 0.1}
+        return {"accuracy": accuracy}
+
+    def call() -> SearchResults:
+        return pool.search(
+            train,
+            SPACE,
+            metric="accuracy",
+            num_trials=30,
+            stop=stop,
+            stop_when=search.until(score=0.95),
+            max_in_flight=1,
+            run_dir=tmp_path,
+        )
+
+    for found in (call(), call()):
+        assert len(found) == 9
+        assert found.ended_by == "score 0.95 is reached"
+        assert (found.best.number, found.best.score) == (8, 0.99)
+        assert found.to_frame().set_index("trial").loc[8, "epochs"] <= 2
+    assert load_results(tmp_path).to_frame()["trial"].iloc[8] == 8
+
+
+def test_patience_counts_trials_and_not_their_parts(pool: ParallelPool, tmp_path: Path) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, accuracy=1 - current_task().index / 100)
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return
+
+    found = pool.search(
+        train,
+        SPACE,
+        metric="accuracy",
+        num_trials=30,
+        stop=HALVING,
+        stop_when=search.until(patience=9),
+        max_in_flight=1,
+        run_dir=tmp_path,
+    )
+    assert len(found) == 10
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_a_stopped_trial_without_a_metric_ends_at_its_next_report(
+    pool: ParallelPool, marks: Marks
+) -> None:
+    def train(config: dict[str, Any]) -> float:
+        marks.add("begun")
+        if current_task().index == 0:
+            while marks.count("begun") < 2:
+                pass
+            return 1.0
+        while not current_task().should_stop:
+            pass
+        report(step=1)
+        marks.add("gone on")
+        return 0.5
+
+    over = search.until(score=1)
+    pool.search(train, SPACE, num_trials=2, max_in_flight=2, stop_when=over)
+    assert not marks.count("gone on")
+
+
 @pytest.mark.concurrent
 def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks: Marks) -> None:
     # each worker may have the next trial already, and that of the first trial yet another
@@ -609,6 +689,37 @@ def test_failures_are_recorded_and_the_search_goes_on(pool: ParallelPool) -> Non
     assert "all 3 trials failed" in str(caught.value.__notes__)
 
 
+def test_failures_of_earlier_calls_count(
+    pool: ParallelPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def call(fn: Any, folder: str, **options: Any) -> SearchResults:
+        return pool.search(fn, SPACE, run_dir=tmp_path / folder, max_in_flight=1, **options)
+
+    def fail(config: dict[str, Any]) -> float:
+        report(epoch=0, accuracy=0.5)
+        raise LookupError(f"no data for trial {current_task().index}")
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="trial 0") as caught:
+            call(fail, "a", metric="accuracy", num_trials=2)
+        assert "all 2 trials failed" in str(caught.value.__notes__)
+    assert "do not run again. Pass a larger num_trials" in str(caught.value.__notes__)
+    for num_failed in (2, 3):
+        with pytest.raises(LookupError) as caught:
+            call(fail, "b", metric="accuracy", num_trials=9, max_failures=1)
+        assert f"{num_failed} trials failed, more than" in str(caught.value.__notes__)
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match="Trial 0 of dict neither reported"):
+            call(dict, "c", metric="accuracy", num_trials=1)
+
+    def fail(config: dict[str, Any]) -> float:  # type: ignore[no-redef]
+        return {"accuracy": 1.0}
+
+    call(fail, "a", metric="accuracy", num_trials=3)
+    (warning,) = [each for each in caplog.messages if "are reused" in each]
+    assert "Use another run_dir to compute them again." in warning
+
+
 @dataclass(frozen=True)
 class Frozen(Exception):
     """Refuses notes and other attributes."""
@@ -656,6 +767,25 @@ def test_a_sampler_may_end_the_search(pool: ParallelPool) -> None:
     assert found.best.config["x"] == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize("kind", ["GridSampler", "BruteForceSampler"])
+def test_an_exhausted_sampler_starts_no_trial_in_a_later_call(
+    pool: ParallelPool, tmp_path: Path, kind: str
+) -> None:
+    given = [{"x": [0, 1, 2]}] if kind == "GridSampler" else []
+    for _ in range(3):
+        sampler = getattr(optuna.samplers, kind)(*given, seed=0)
+        found = pool.search(
+            lambda config: config["x"],
+            {"x": search.choice(0, 1, 2)},
+            num_trials=9,
+            sampler=sampler,
+            max_in_flight=1,
+            run_dir=tmp_path,
+        )
+        assert sorted(found.to_frame()["x"]) == [0, 1, 2]
+
+
 def test_the_name_of_the_metric_says_what_is_good(pool: ParallelPool) -> None:
     found = pool.search(
         lambda config: {"val_loss": config["x"]}, SPACE, metric="val_loss", num_trials=5
@@ -672,6 +802,53 @@ def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
     with pytest.raises(InvalidValueError, match="mode='max' does not fit the study"):
         pool.search(score, SPACE, mode="max", num_trials=4, study=study)
+
+
+def test_a_pruner_prunes_a_study_of_the_users(pool: ParallelPool) -> None:
+    class Later(optuna.pruners.BasePruner):
+        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+            return trial.number >= 1
+
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(9):
+            report(epoch=epoch, accuracy=config["x"])
+            if current_task().should_stop:
+                return
+
+    own = optuna.pruners.NopPruner()
+    study = optuna.create_study(direction="maximize", pruner=own)
+    found = pool.search(train, SPACE, metric="accuracy", num_trials=4, study=study, stop=Later())
+    assert states(found.study) == {"COMPLETE": 1, "PRUNED": 3}
+    assert study.pruner is own
+
+
+def test_a_trial_enqueued_in_a_folder_runs(pool: ParallelPool, tmp_path: Path) -> None:
+    def call(num_trials: int) -> SearchResults:
+        return pool.search(score, SPACE, num_trials=num_trials, run_dir=tmp_path)
+
+    call(2).study.enqueue_trial({"x": 0.25, "kind": "a"})
+    assert len(call(2)) == 2
+    assert 0.25 in set(call(4).to_frame()["x"])
+    assert states(call(4).study) == {"COMPLETE": 4}
+
+
+def test_a_folder_that_was_moved_is_not_that_of_the_study(
+    pool: ParallelPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = optuna.create_study(direction="maximize")
+
+    def call(folder: str) -> int:
+        pool.search(score, SPACE, num_trials=2, study=study, run_dir=tmp_path / folder)
+        return len(study.trials)
+
+    call("a")
+    caplog.clear()
+    (tmp_path / "link").symlink_to("a")
+    assert call("link") == 2
+    assert not caplog.messages
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert call("b") == 4
+    assert "has the results of 2 trials, but study" in caplog.text
 
 
 def test_a_study_of_the_users_has_other_trials_too(pool: ParallelPool, tmp_path: Path) -> None:
@@ -745,6 +922,118 @@ def test_a_folder_of_another_search(pool: ParallelPool, tmp_path: Path) -> None:
         with pytest.raises(JournalError, match=words):
             pool.search(score, other, num_trials=3, run_dir=tmp_path)
     assert len(pool.search(score, space, num_trials=3, run_dir=tmp_path)) == 3
+
+
+def test_another_metric_is_another_search(pool: ParallelPool, tmp_path: Path) -> None:
+    def train(config: dict[str, Any]) -> None:
+        report(epoch=0, accuracy=0.9 + config["x"], f1=config["x"])
+
+    def call(metric: str, study: optuna.Study | None, folder: str) -> SearchResults:
+        return pool.search(
+            train,
+            SPACE,
+            metric=metric,
+            mode="max",
+            num_trials=3,
+            study=study,
+            run_dir=tmp_path / folder,
+        )
+
+    for study, folder in [(None, "own"), (optuna.create_study(direction="maximize"), "mine")]:
+        with pytest.raises(InvalidValueError, match="neither reported nor returned"):
+            call("acuracy", study, folder)
+        assert call("accuracy", study, folder).best.score > 0.9, "no trial had the wrong score"
+        with pytest.raises(JournalError, match="it was 'accuracy' there, and is 'f1' in this call"):
+            call("f1", study, folder)
+        assert len(call("accuracy", study, folder)) == 3
+
+
+def test_a_full_disk_and_a_torn_line_do_not_destroy_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, sync, num_full = tmp_path / "study.log", os.fsync, []
+
+    def fail_at_times(file: int) -> None:
+        if Path(f"/proc/self/fd/{file}").resolve() == log.resolve():
+            num_full.append(file)
+            if len(num_full) % 5 == 0:
+                os.truncate(log, log.stat().st_size - 20)  # the disk had no room for them
+                raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    def call(num_trials: int) -> SearchResults:
+        with parpool(profile="inline", quiet=True) as pool:
+            return pool.search(score, SPACE, num_trials=num_trials, run_dir=tmp_path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("raypool.search.study.PAUSE_S", 0)
+        patched.setattr(os, "fsync", fail_at_times)
+        call(4)
+    assert len(num_full) > 10
+    for num_trials in (4, 5, 6):
+        os.truncate(log, log.stat().st_size - 20)  # its process was killed
+        assert states(call(num_trials).study) == {"COMPLETE": num_trials}
+    log.write_text(log.read_text().replace("}", "", 1))
+    with pytest.raises(JournalError, match=r"study\.log is damaged"):
+        call(7)
+    assert len(load_results(tmp_path)) == 6
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (HALVING, None),
+        (HALVING, search.median()),
+        (HALVING, search.halving(min_epochs=2, max_epochs=9)),
+        (search.population(size=4, every=2, max_epochs=9), None),
+        (
+            search.population(size=4, every=2, max_epochs=9),
+            search.population(size=4, every=4, max_epochs=9),
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_epochs", [True, False])
+def test_waiting_trials_continue_under_another_rule(
+    marks: Marks, tmp_path: Path, before: Any, after: Any, has_epochs: bool
+) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            marks.add(f"{config['x']} {epoch}")
+            if len(marks.all()) in (5, 11):
+                raise KeyboardInterrupt
+            words = {"epoch": epoch} if has_epochs else {}
+            report(**words, accuracy=config["x"] + epoch / 100)
+            if has_epochs or current_task().should_stop:
+                save_checkpoint(epoch + 1)
+            if current_task().should_stop:
+                return
+
+    def call(stop: Any) -> SearchResults:
+        with parpool(profile="inline", quiet=True) as pool:
+            return pool.search(
+                train,
+                SPACE,
+                metric="accuracy",
+                num_trials=None if isinstance(stop, search.Population) else 4,
+                seed=0,
+                stop=stop,
+                run_dir=tmp_path,
+            )
+
+    with pytest.raises(KeyboardInterrupt):
+        call(before)
+    with pytest.raises(KeyboardInterrupt):
+        call(after)
+    frame = call(after).to_frame()
+    complete = frame[frame["state"] == "complete"]
+    assert set(complete["epochs"]) <= {9}
+    assert len(complete) == 4 or isinstance(after, search.Halving)
+    if isinstance(after, search.Halving):
+        assert set(frame["epochs"]) <= set(after.levels)
+    if not isinstance(after, search.Population):  # else some began with others' checkpoints
+        for x, epochs in zip(frame["x"], frame["epochs"], strict=True):
+            trained = {int(mark.split()[1]) for mark in marks.all() if mark.split()[0] == str(x)}
+            assert trained == set(range(epochs))
 
 
 @pytest.mark.parametrize("moment", ["unsaved", "saved", "saved by a slow clock", "unreported"])
@@ -822,6 +1111,46 @@ def test_epochs_are_counted_from_where_an_attempt_began(pool: ParallelPool, tmp_
     assert failed
     frame = found.to_frame()
     assert frame["epochs"].tolist() == [trained[x] for x in frame["x"]]
+
+
+def test_epochs_are_counted_from_where_a_call_began(marks: Marks, tmp_path: Path) -> None:
+    """Of a function that reports none, and saves a checkpoint only where it pauses."""
+    dies_after = iter([3, 4])
+    left = [3]
+
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 27):
+            marks.add(f"{config['x']} {epoch}")
+            report(accuracy=config["x"] + epoch / 100)
+            if current_task().index == 1 and epoch >= 3:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return
+
+    def call() -> SearchResults:
+        left[0] = next(dies_after, -1)
+        with parpool(profile="inline", quiet=True) as pool:
+            return pool.search(
+                train,
+                SPACE,
+                metric="accuracy",
+                num_trials=3,
+                seed=0,
+                stop=search.halving(min_epochs=3, max_epochs=27),
+                run_dir=tmp_path,
+            )
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    frame = call().to_frame()
+    for x, epochs in zip(frame["x"], frame["epochs"], strict=True):
+        trained = {int(mark.split()[1]) for mark in marks.all() if mark.split()[0] == str(x)}
+        assert trained == set(range(epochs))
+    assert set(frame["epochs"]) == {3, 9}
 
 
 def test_a_search_continues_with_fewer_rungs(

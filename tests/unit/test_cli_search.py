@@ -27,6 +27,9 @@ def train(config):
 
 def fail(config):
     raise LookupError("no data")
+
+def diverge(config):
+    return float("inf")
 """
 
 SPACE = """
@@ -82,9 +85,15 @@ def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path)
 
 
 def test_failures_and_mistakes(folder: Path) -> None:
-    failed = search("--num-trials", "2", function="fail")
-    assert failed.exit_code == 1
-    assert "LookupError: no data" in failed.stderr
+    for _ in range(2):  # also if they failed in an earlier call
+        failed = search("--num-trials", "2", function="fail")
+        assert failed.exit_code == 1
+        assert "LookupError: no data" in failed.stderr
+    diverged = raypool(
+        *("search", "module_of_search:diverge", "space.toml", "--run-dir", "other"),
+        *("--profile", "inline", "--num-trials", "2"),
+    )
+    assert diverged.exit_code == 1, "there is no best trial"
     for space, words in [
         ("x = {unifrm = [0, 1]}", "x must be a plain value or a range.*Did you mean uniform"),
         ("x = {uniform = [1, 0]}", "x: The range from 1 to 0 is empty"),
