@@ -473,8 +473,9 @@ class Job:
             for line in printed
         ):
             hint = (
-                "Raypool is not installed there: install it on the cluster, or add it to the"
-                " profile's packages."
+                "raypool is not installed in its environment. Install it on the cluster, or add a"
+                " pinned source to the profile's packages (raypool @ git+https://...@COMMIT). Never"
+                " add the bare name: raypool is on no package index, and anybody may register it."
             )
         else:
             hint = "It was killed, or ended its own process. Its last output: " + " / ".join(

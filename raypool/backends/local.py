@@ -266,7 +266,7 @@ class InlineBackend:
         except (Exception, SystemExit) as error:
             self._post(
                 WorkerLost(worker_id, LossReason.START),
-                Refusal(f"its setup failed, {type(error).__name__}: {error}"),
+                Refusal(f"setup= or initializer= raised {type(error).__name__}: {error}"),
             )
         else:
             self._set_ups.add(worker_id)

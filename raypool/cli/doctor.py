@@ -463,7 +463,7 @@ def _shared_memory(machine: Measured) -> Iterator[Judgment]:
         yield "problem", "there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm."
         return
     fact = f"{_gib(free)} are free in /dev/shm" + (
-        "" if store is None else f", but the object store would take {_gib(store)}"
+        "" if store is None else f"; Ray's object store needs {_gib(store)}"
     )
     room = f"docker run --shm-size={(store or 0) / 1e9 + 1:.0f}g, or remove old files."
     yield (

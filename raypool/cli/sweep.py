@@ -303,9 +303,8 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
         echo(what + _hint(error, items[index]), err=True, color="red")
         echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
     if len(errors) > MOST_FAILURES:
-        echo(
-            f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints them all.", err=True
-        )
+        shown = shlex.join(["raypool", "show", run_dir, "--failed", "--top", str(len(errors))])
+        echo(f"and {len(errors) - MOST_FAILURES:,} more: {shown} lists them all.", err=True)
 
 
 def _hint(error: BaseException, config: Config) -> str:

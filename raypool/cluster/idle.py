@@ -87,7 +87,11 @@ def shut_down(config: Path) -> None:
             provider.terminate_nodes(heads)
             return
         except Exception:  # whatever the provider's library raises: machines cost money
-            logger.exception("The provider refused; the machines are deleted in %g s.", LOOK_S)
+            logger.exception(
+                "Not all machines could be deleted; the others are still billed. Trying again in"
+                " %g s.",
+                LOOK_S,
+            )
         time.sleep(LOOK_S)
 
 

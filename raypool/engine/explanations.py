@@ -24,17 +24,23 @@ HINTS = {
         " set."
     ),
     LossReason.EXIT: (
-        "The function ended its process, or crashed in native code; run it with profile='inline'"
-        " to debug it."
+        "The function crashed in native code or called os._exit(), or something killed the process"
+        " (dmesg shows whether the kernel did, for lack of memory). To debug the function, call it"
+        " in a script (python -X faulthandler), or replay the item of a saved run (raypool replay"
+        " RUN_DIR ITEM)."
     ),
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: (
-        "With retries=1 an item moves to another node automatically; repeat a call on all workers."
+        "With retries=1, an item moves to another node automatically. Repeat calls of pool.spmd and"
+        " pool.train; a training with run_dir resumes from its last checkpoint."
     ),
-    LossReason.START: "Try the function with profile='inline'.",
+    LossReason.START: "Check the function passed as setup=, and the logs of Ray on that machine.",
     LossReason.FAULTY: "Check that machine and its GPU.",
-    LossReason.STOPPED: "A cancelled task in the same process did not stop; run this one again.",
-    LossReason.UNKNOWN: "Run it with profile='inline' to see what it does.",
+    LossReason.STOPPED: (
+        "A cancelled task in the same worker did not stop, so the worker was killed. Submit this"
+        " task again, or allow a retry (retries=1)."
+    ),
+    LossReason.UNKNOWN: "Call the function in a script to see whether it fails there, too.",
 }
 """The next step, by what happened."""
 
@@ -82,7 +88,7 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, logs: st
     """Return the message about workers that did not start: why that place, and the logs."""
     step = ""
     if isinstance(why, Refusal):
-        step = " Try the function with profile='inline'."
+        step = " Call that function in this process to debug it."
     elif logs is not None:
         step = f" See {logs}."
     return f"{num_failed} of {num_places} workers did not start; worker {place}: {why}.{step}"

@@ -123,12 +123,13 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
         matches = [entry for entry in entries if entry.key.startswith(item)]
     if len(matches) == 1:
         return matches[0]
-    said = f"{len(matches)} items have keys that begin with {item}"
-    said = said if matches else f"There is no item {item}"
-    last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
-    raise JournalError(
-        f"{said} in {folder}, which has {last}. Pass a number or a longer key.", run_dir=str(folder)
-    )
+    if matches:
+        fact = f"{len(matches)} items of {folder} have keys that begin with {item!r}. Pass more"
+    elif entries:
+        fact = f"There is no item {item} in {folder}, whose items are 0 to {len(entries) - 1}"
+    else:
+        fact = f"There is no item {item} in {folder}, which has no items"
+    raise JournalError(f"{fact}.", run_dir=str(folder))
 
 
 def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, int | None]:

@@ -148,7 +148,8 @@ class SearchResults:
             config, value = self.results._items[item], self.results[item]
             return BestTrial(self._trials.numbers[item], config, score, value)
         raise InvalidValueError(
-            f"None of the {len(self)} trials has a score. The table (to_frame()) has their errors."
+            f"None of the {len(self)} trials has a finite score. to_frame() shows the score and"
+            " error of each."
         )
 
     def to_frame(self) -> pd.DataFrame:

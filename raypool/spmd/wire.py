@@ -170,10 +170,14 @@ def _of_targets(headers: Sequence[Header]) -> Disagreement | None:
     ]
     if not odd:
         return None
+    forms: dict[str, list[int]] = {}
+    for rank in odd:
+        forms.setdefault(_what(headers[rank]), []).append(rank)
+    passed = ", ".join(f"{list_ranks(ranks)} passed {form}" for form, ranks in forms.items())
     return Disagreement(
-        f"Rank {source.peer} broadcasts {_what(source)}, {list_ranks(odd)} {_wait(odd, 'want')} it"
-        f" in {_what(headers[odd[0]])} (the {ordinal(source.number)} collective of this call). Pass"
-        f" a tensor like that of rank {source.peer}, or None for a new one."
+        f"Rank {source.peer} broadcasts {_what(source)}, but {passed} (the"
+        f" {ordinal(source.number)} collective of this call). Pass a tensor like that of rank"
+        f" {source.peer}, or None for a new one."
     )
 
 
@@ -233,8 +237,8 @@ def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _wait(ranks: Sequence[int], verb: str = "wait") -> str:
-    return f"{verb}s" if len(ranks) == 1 else verb
+def _wait(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def ordinal(number: int) -> str:

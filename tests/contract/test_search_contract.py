@@ -748,6 +748,9 @@ def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixtu
     with pytest.raises(InvalidValueError, match="returned 'low' as 'loss', which is not a number"):
         pool.search(lambda config: {"loss": "low"}, SPACE, metric="loss", num_trials=3)
 
+    with pytest.raises(InvalidValueError, match="None of the 2 trials has a finite score"):
+        _ = pool.search(lambda config: math.nan, SPACE, num_trials=2).best
+
     def sometimes(config: dict[str, Any]) -> dict[str, float]:
         index = current_task().index
         return {} if index == 1 else {"loss": {2: math.nan, 4: 10**400}.get(index, config["x"])}

@@ -190,7 +190,9 @@ def test_many_failures_are_counted(folder: Path) -> None:
     (folder / "many.csv").write_text("width\n" + "36\n" * 60)
     done = sweep("train", "many.csv")
     assert done.stderr.count("Failed: ") == 20
-    assert "and 40 more failures: --json prints them all." in done.stderr
+    [command] = re.findall(r"and 40 more: (.*) lists them all\.", done.stderr)
+    shown = CliRunner().invoke(main, shlex.split(command)[1:])
+    assert shown.stdout.count("36 is no multiple") == 60, shown.output
     assert len(done.stdout.splitlines()) == 11
     [command] = re.findall(r"The first 10, of 60 items\. (.*) shows them all\.", done.stderr)
     shown = CliRunner().invoke(main, shlex.split(command)[1:])

@@ -393,10 +393,10 @@ WRONG: dict[str, Callable[[SpmdContext], Any]] = {
     "to rank 2": lambda ctx: ctx.gather(1, dst=ctx.rank),
     "with op='max'": lambda ctx: ctx.all_reduce(1, "max" if ctx.rank else "min"),
     "with a function": lambda ctx: ctx.all_reduce(1, operator.add if ctx.rank else "sum"),
-    "wants it in a float32 tensor (3,)": lambda ctx: ctx.broadcast(
+    "but rank 2 passed a float32 tensor (3,)": lambda ctx: ctx.broadcast(
         torch.ones(3 if ctx.rank == 2 else 2), src=0
     ),
-    "want it in a float32 tensor (2,)": lambda ctx: ctx.broadcast(
+    "but ranks 1 and 2 passed a float32 tensor (2,)": lambda ctx: ctx.broadcast(
         torch.ones(2) if ctx.rank else "a text", src=0
     ),
     "scatters 2 parts to 3 ranks": lambda ctx: ctx.scatter([1, 2], src=1),

@@ -377,7 +377,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "shared memory",
         "ok",
         lambda m: None,
-        "50.0 GiB are free in /dev/shm, but the object store would take 1.0 GiB",
+        "50.0 GiB are free in /dev/shm; Ray's object store needs 1.0 GiB",
         "",
     ),
     (

@@ -12,8 +12,8 @@ import pytest
 
 from raypool import ResourceError
 from raypool.backends.ray.claims import Claim, Survey
-from raypool.backends.ray.demand import Demand, name_of
-from raypool.backends.ray.shortages import lacking, said_of
+from raypool.backends.ray.demand import Demand, Need, name_of
+from raypool.backends.ray.shortages import lacking, said_of, too_few
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 
@@ -36,6 +36,26 @@ def node(
 def demand(labels: dict[str, str] | None = None, share: int = 1, **bundle: float) -> Demand:
     bundle = {key.replace("_type_", "_type:"): amount for key, amount in bundle.items()}
     return Demand("GPU", bundle.get("GPU", 0.0), bundle, share, 1.0, 0.0, 0, labels or {}, share)
+
+
+TOO_FEW = [
+    (2, [1, 1], (), r"has 2\)\. Each worker needs 2 GPU on one node, but the largest has 1\. R"),
+    (1, [0, 0], (), r"has 0\)\. Connect to a cluster with a GPU, or request none .*\(gpus=0\)\.$"),
+    (1, [1, 0], ("x",), r"has 1\)\. Held by: x\. Wait until the programs that hold them end, or "),
+    (1, [1, 0], (), r"has 1\)\. Wait until the programs that hold them end"),
+]
+
+
+@pytest.mark.parametrize(("each", "cards", "names", "words"), TOO_FEW)
+def test_the_next_step_fits_what_is_missing(
+    each: float, cards: list[int], names: tuple[str, ...], words: str, monkeypatch: Any
+) -> None:
+    """Waiting is of use only where others hold what would be enough."""
+    nodes = [node(GPU=number) for number in cards]
+    monkeypatch.setattr("raypool.backends.ray.shortages.living_nodes", lambda: nodes)
+    monkeypatch.setattr("raypool.backends.ray.shortages.holders", lambda: names)
+    error = too_few(Need(demand(GPU=each), 1, 1), 0, {}, None)
+    assert re.search(words, str(error)), error
 
 
 def claim(host: str, *cards: GpuDevice, share: int = 1) -> Claim:

@@ -173,14 +173,15 @@ def test_a_broadcast_into_something_else() -> None:
     source = Header(2, "broadcast", "tensor", "float32", (3,), "cpu", peer=1)
     nothing = Header(2, "broadcast", peer=1)
     assert find_disagreement([nothing, source, source]) is None
-    text, _ = told(nothing, source, source._replace(shape=(4,)))
+    four, five = source._replace(shape=(4,)), source._replace(shape=(5,))
+    text, _ = told(nothing, source, four, five, four)
     assert text.startswith(
-        "Rank 1 broadcasts a float32 tensor (3,), rank 2 wants it in a float32 tensor (4,) (the 2nd"
-        " collective"
+        "Rank 1 broadcasts a float32 tensor (3,), but ranks 2 and 4 passed a float32 tensor (4,),"
+        " rank 3 passed a float32 tensor (5,) (the 2nd collective"
     )
     text, _ = told(source, source._replace(kind="value", dtype="", shape=()), nothing)
     assert text.startswith(
-        "Rank 1 broadcasts a Python value, rank 0 wants it in a float32 tensor (3,) "
+        "Rank 1 broadcasts a Python value, but rank 0 passed a float32 tensor (3,) "
     )
 
 

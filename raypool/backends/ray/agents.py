@@ -186,7 +186,9 @@ class Agents:
         if node_id is None:
             self._tell(
                 "nowhere",
-                mps.turns("its new node", "it was not known yet when a worker was started"),
+                "mps=True: a worker was started before its node was known, so it uses its GPU"
+                " without MPS and takes turns with the others there. Open the pool again to use"
+                " MPS.",
             )
             return None
         return self._agent_on(node_id)

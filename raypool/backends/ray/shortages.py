@@ -68,7 +68,7 @@ def _other_actors() -> list[str]:
 def held_by(names: tuple[str, ...]) -> str:
     """Say who holds the missing resources."""
     names = names or holders()
-    return f"Held by: {'; '.join(names)}." if names else "Nothing holds any."
+    return f"Held by: {'; '.join(names)}." if names else "Ray does not know who holds them."
 
 
 # --- shortages of any GPUs or cores ---------------------------------------------------------------
@@ -107,11 +107,12 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     capacity = sum(node["Resources"].get(demand.kind, 0) for node in able)
     names = () if crowd and there * demand.each + len(crowd) >= capacity else holders()
     why = [said_of(crowd, min_free_bytes)] if crowd else []
-    why += [held_by(names)] if names or not crowd else []
+    largest = max((node["Resources"].get(demand.kind, 0) for node in able), default=0)
+    why += [held_by(names)] if names and largest >= demand.each else []
     where = "the cluster has" if len(able) == len(nodes) else "the requested nodes have"
     return ResourceError(
-        f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g}). "
-        f"{' '.join(why)} {_next_step(need, there, capacity)}",
+        f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g})."
+        f" {' '.join([*why, _next_step(need, there, largest)])}",
         requested=requested,
         available=available,
         holders=names,
@@ -199,14 +200,20 @@ def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
     )
 
 
-def _next_step(need: Need, there: int, capacity: float) -> str:
-    if not capacity:
+def _next_step(need: Need, there: int, largest: float) -> str:
+    kind, each = need.demand.kind, need.demand.each
+    if not largest:
         return (
-            "Request less for each worker (resources=WorkerResources(...)), or connect to a"
-            " cluster that has some."
+            f"Connect to a cluster with a {kind}, or request none for each worker:"
+            f" resources=WorkerResources({kind.lower()}s=0)."
+        )
+    if largest < each:
+        return (
+            f"Each worker needs {each:g} {kind} on one node, but the largest has {largest:g}."
+            " Request less for each worker: resources=WorkerResources(...)."
         )
     if not there:
-        return "Wait until they end, or end them."
+        return "Wait until the programs that hold them end, or end those programs."
     if need.is_listed:
         return f"List at most {there} such workers in resources=[...]."
     return f"Ask for at most {there}, or for a range: parpool((1, {need.least}))."

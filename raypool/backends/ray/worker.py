@@ -279,7 +279,7 @@ class PoolWorker:
             set_up(calls, self._info)
         except (Exception, SystemExit) as error:  # the user's code must not end the actor
             words = "".join(traceback.format_exception_only(error)).strip()
-            return Refusal(f"its setup failed, {words}")
+            return Refusal(f"setup= or initializer= raised {words}")
         if self._upkeep is not None:
             self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board, before)

@@ -74,7 +74,7 @@ async function post(path, body) {
     if (response.ok) return response.json();
     put("refused", (await response.text()) || `The server refused this (${response.status}).`);
   } catch {
-    put("refused", "The server cannot be reached, so nothing was done.");
+    put("refused", "The server did not answer. The action may have been recorded: check the table before you repeat it.");
   }
   return null;
 }
