@@ -301,7 +301,7 @@ NEEDED = {
 }
 """In which states of an item (`LoopWork.newest_run`) a watcher's action makes sense."""
 
-IN_COMPANY = "shares its call with others, which all end together"
+IN_COMPANY = "shares its call with others, which can end only together (see chunk_size)"
 
 PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 """Types whose values can always be pickled, so that no test is needed."""
@@ -646,7 +646,7 @@ class LoopRun:
         if has_run_again or (action == "cancel" and state == "was cancelled"):
             return DONE
         if task_id is None or state not in NEEDED[action]:
-            return None if task_id is None else f"item {item} {state}"
+            return None if task_id is None else f"not possible: item {item} {state}"
         if action == "rerun":
             return self._repeat(item, state, task_id, request.id)
         if action == "first":
@@ -658,7 +658,7 @@ class LoopRun:
         if state == "has ended" and item not in self._work.errors:
             return f"item {item} has not failed"
         if self._fold is not None:
-            return f"item {item} cannot run again: reduce= has passed it"
+            return f"item {item} cannot run again: reduce= no longer accepts its result"
         self._work.run_again(item)
         self._repeated.add(request_id)
         self._driver.leave(ItemsAdded(task_id, 1, is_open=None))

@@ -192,9 +192,10 @@ class DurableLoop(LoopWork):
             num_moved += sum(places.get(self.keys[index], index) != index for index in indices)
         if num_moved:
             logger.warning(
-                "%s items of %s ran under another number, with the random numbers that seed=%s"
-                " gives to it: other items may get the same ones now. Add new items at the end of"
-                " the list, or rerun everything with rerun='all'.",
+                "%s saved results of %s were computed at other positions in the list. With seed=%s,"
+                " the random numbers of an item depend on its position: items that run now may"
+                " repeat those of saved ones. Add new items at the end of the list, or compute all"
+                " again with rerun='all'.",
                 f"{num_moved:,}",
                 self.label,
                 self._options.seed,
@@ -410,21 +411,24 @@ def what_differs(items: Iterable[Any], saved: Iterable[Any]) -> str:
     """Return how the fields of items differ from those of saved ones, and what to do about it.
 
     Example:
-        >>> what_differs([{"rate": 0.1, "width": 16}], [{"lr": 0.1, "width": 8}]).split(". ")[0]
-        'Compared with those, rate is new, lr is gone, width has other values (16, before: 8)'
+        >>> what_differs([{"lr": 0.1, "width": 16}], [{"lr": 0.1, "width": 8}]).split(". ")[0]
+        'Differences from the saved items: width has new values (such as 16; saved: 8)'
     """
     now, then = values_by_field(items), values_by_field(saved)
     changes = [f"{name} is new" for name in now if name not in then]
-    changes += [f"{name} is gone" for name in then if name not in now]
+    changes += [f"{name} is missing" for name in then if name not in now]
     for name in now:
         if not now[name].keys() & then.get(name, now[name]).keys():  # as text: 1 is not 1.0
             new, old = (f"{next(iter(values[name])):.40}" for values in (now, then))
-            changes.append(f"{name} has other values ({new}, before: {old})")
+            changes.append(f"{name} has new values (such as {new}; saved: {old})")
     if not (now and then and changes):
-        return "If some should be: did their class, or the type of a value in them, change?"
+        return (
+            "If you expected saved results to be reused, check whether the class of the items, or"
+            " the type of a value in them (1 or 1.0), has changed."
+        )
     return (
-        f"Compared with those, {', '.join(changes)}. If this is another sweep, give it a run_dir of"
-        " its own."
+        f"Differences from the saved items: {', '.join(changes)}. If this is a different sweep, use"
+        " a different run_dir."
     )
 
 

@@ -71,8 +71,8 @@ def lost(
 def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
     """Return the error for items that wait for workers that are gone; `words` say how."""
     return WorkerLostError(
-        f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on:"
-        f" {words}. Submit it to the pool, or to a part that has workers.",
+        f"{what} was queued (attempt {attempt}), but no worker is left on which it may run:"
+        f" {words}. Submit it to the whole pool, or to a part that has workers.",
         reason=reason,
         attempts=attempt - 1,
     )
@@ -96,14 +96,15 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, logs: st
 
 def dropped(words: str, num_left: int) -> str:
     """Return the message that a worker is not started again; `words` say why."""
-    return f"A worker could not be restarted: {words}. The pool has {num_left} left."
+    return (
+        f"A worker could not be restarted: {words}. {_number(num_left)} pool.resize() can start"
+        " another."
+    )
 
 
 def left(worker: WorkerInfo, words: str, num_left: int) -> str:
     """Return the message that a worker has gone with its machine; `words` say why."""
-    return (
-        f"Worker {worker.index} ({where(worker)}) has left: {words}. The pool has {num_left} left."
-    )
+    return f"Worker {worker.index} ({where(worker)}) was removed: {words}. {_number(num_left)}"
 
 
 def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
@@ -116,8 +117,12 @@ def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str
     return (
         f"Worker {worker.index} ({where(worker)}) was removed from the pool: its last {failed:,}"
         f" items all failed, and {elsewhere}. Check that machine and its GPU; resize the pool to"
-        f" get another worker. The pool has {num_left} left."
+        f" get another worker. {_number(num_left)}"
     )
+
+
+def _number(num_left: int) -> str:
+    return f"The pool now has {num_left} worker{'s' * (num_left != 1)}."
 
 
 def unsent(what: str, error: Exception) -> TaskError:
@@ -148,7 +153,7 @@ def pool_broken(words: str) -> PoolBrokenError:
 
 def pool_preempted(words: str, left_s: float | None, counts: Counts) -> PoolPreemptedError:
     """Return the error for tasks of a pool whose nodes go; `words` say which, `left_s` how soon."""
-    until = "" if left_s is None else f", in {max(left_s, 0):.0f} s"
+    until = "" if left_s is None else f" in {max(left_s, 0):.0f} s"
     return PoolPreemptedError(
         f"The pool has ended: {words}{until}, and no other node can come. {counts.finished:,} of"
         f" {counts.submitted:,} items have finished. Make the same call with the same run_dir on"

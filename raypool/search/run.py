@@ -1024,9 +1024,15 @@ class Search(LoopRun):
         self._tell(trial, "failed")
         own = value.get(self._metric) if isinstance(value, Mapping) else None
         if self._metric is None:
-            what = f"returned {value!r}, which is not a number"
+            what = (
+                f"returned {value!r}, which is not a number. Return the score, or pass metric= with"
+                " the name of a value that the function reports or returns"
+            )
         elif own is None:
-            what = f"neither reported nor returned {self._metric!r}"
+            what = (
+                f"neither reported nor returned {self._metric!r}. Call"
+                f" raypool.report({self._metric}=...), or return a dict with this entry"
+            )
         else:
             what = f"returned {own!r} as {self._metric!r}, which is not a number"
         error = InvalidValueError(f"Trial {trial.number} of {self._work.label} {what}.")

@@ -134,16 +134,27 @@ def check_space(
         before, now = (described(given.get(name)) for given in (known, space))
         if before != now:
             raise JournalError(
-                f"{run_dir} holds trials of another space: {name!r} was {before} there, and is"
-                f" {now} in this call. Use the same space, or another run_dir.",
+                f"{run_dir} holds a search over a different space: {name!r} was {before} there, and"
+                f" is {now} in this call. Use the same space, or a different run_dir.",
                 run_dir=str(run_dir),
             )
 
 
 def described(text: str | None) -> str:
-    """Return a range as Optuna prints it, or a value, or "missing"."""
-    from optuna.distributions import json_to_distribution
+    """Return a range as raypool's functions take it, or a value, or "missing"."""
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        json_to_distribution,
+    )
 
-    if text is None:
-        return "missing"
-    return str(json_to_distribution(text)) if text.startswith("{") else text
+    if text is None or not text.startswith("{"):
+        return text or "missing"
+    made: Any = json_to_distribution(text)
+    if isinstance(made, CategoricalDistribution):
+        return f"choice({', '.join(map(repr, made.choices))})"
+    is_real = isinstance(made, FloatDistribution)
+    name = ("log_uniform" if made.log else "uniform") if is_real else "int_uniform"
+    step = "" if made.step == (None if is_real else 1) else f", step={made.step}"
+    log = ", log=True" if made.log and not is_real else ""
+    return f"{name}({made.low!r}, {made.high!r}{step}{log})"

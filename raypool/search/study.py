@@ -438,9 +438,12 @@ def check_direction(study: optuna.Study, mode: str) -> None:
     wanted = "MAXIMIZE" if mode == "max" else "MINIMIZE"
     found = [direction.name for direction in study.directions]
     if found != [wanted]:
+        if len(found) > 1:
+            raise InvalidValueError(f"A search needs a study with one direction, not {len(found)}.")
+        other = "min" if mode == "max" else "max"
         raise InvalidValueError(
-            f"mode={mode!r} does not fit the study {study.study_name!r}, whose direction is"
-            f" {' and '.join(found).lower()}."
+            f"mode={mode!r}, but the study (study=, or the one in run_dir) was created for"
+            f" mode={other!r}. Pass that mode, or use another study or run_dir."
         )
 
 

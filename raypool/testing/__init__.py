@@ -174,7 +174,7 @@ class SimBackend(InlineBackend):
         """
         if preemption := self._dice.preemption(self._clock.now()):
             seconds, leaving = preemption
-            self._clock.put_later(seconds, (leaving, "its simulated nodes are about to shut down"))
+            self._clock.put_later(seconds, (leaving, "the simulated nodes will shut down"))
         item_s = self._dice.item_s() / self._dice.plan.speed(self._workers[worker_id].index)
         is_lost = self._dice.happens(self._dice.plan.p_loss)
         call = _Call(

@@ -450,9 +450,10 @@ class ManagedAttempt:
         if not managed.engine.profile.quiet:
             numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
             sys.stdout.write(
-                f"raypool: {plan.name} has what worker{'s' * (len(workers) > 1)} {numbers} had,"
-                " until it ends. The processes there have ended, with their constants and"
-                " Composites; other work for them waits.\n"
+                f"raypool: {plan.name} uses the GPUs or cores of"
+                f" worker{'s' * (len(workers) > 1)} {numbers}. Their processes were stopped, and"
+                " their constants and Composites are gone. They restart when the training ends;"
+                " other tasks for them wait until then.\n"
             )
         self._await_cores()
         self._coordinator = (
@@ -667,9 +668,10 @@ class ManagedAttempt:
         kind = type(cause).__name__  # by name: the class is private to Ray
         if kind == "WorkerGroupStartupTimeoutError":
             return ResourceError(
-                f"Ray has had no room for the {self._size} ranks of {name} within"
-                " RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (60 s if not set): another program has"
-                f" taken what the pool released. {shortages.held_by(())} Wait, or end it.",
+                f"Ray Train could not start the {self._size} ranks of {name} within"
+                " RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (60 s if not set): another program took"
+                f" the GPUs or cores that the pool had released. {shortages.held_by(())} Wait until"
+                " that program ends, or end it, and train again.",
                 requested=self._size,
                 available=0,
                 holders=shortages.holders(),

@@ -318,7 +318,7 @@ def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
         pool.parfor(abs, [-1, -2, -3], run_dir=folder, seed=1)
         assert "another number" not in caplog.text
         pool.parfor(abs, [-4, -1, -2], run_dir=folder, seed=1)
-    assert "2 items of abs ran under another number" in caplog.text
+    assert "2 saved results of abs were computed at other positions in the list" in caplog.text
 
 
 @pytest.mark.semantics
@@ -350,7 +350,7 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
     caplog.clear()
     pool.parfor(len, [{"lr": 0.1, "width": 8}, {"lr": 0.2, "width": 8}], run_dir=folder / "fields")
     pool.parfor(len, [{"rate": 0.1, "width": "8"}], run_dir=folder / "fields")
-    said = "Compared with those, rate is new, lr is gone, width has other values ('8', before: 8)."
+    said = "rate is new, lr is missing, width has new values (such as '8'; saved: 8). If this is"
     assert said in caplog.text
     assert len(caplog.records) == 1
 

@@ -122,11 +122,11 @@ def test_items_are_stopped_cancelled_put_first_and_run_again(
     assert watcher.ask("rerun", 2) == "done"
     refused = [("stop", 5), ("cancel", 0), ("rerun", 0), ("rerun", 3), ("first", 3), ("stop", 99)]
     assert [watcher.ask(*each) for each in refused] == [
-        "item 5 waits",
-        "item 0 has ended",
+        "not possible: item 5 waits",
+        "not possible: item 0 has ended",
         "item 0 has not failed",
-        "item 3 is running",
-        "item 3 is running",
+        "not possible: item 3 is running",
+        "not possible: item 3 is running",
         "there is no item 99",
     ]
     gate.open()

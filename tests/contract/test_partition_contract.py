@@ -379,7 +379,9 @@ def test_what_waits_for_workers_that_go_fails(make_pool: Any, gate: Any, eventua
         assert all(
             isinstance(error, WorkerLostError) and error.attempts == 0 for error in outcomes
         ), outcomes
-        assert "no worker is left that it may run on: the pool was made smaller" in str(outcomes[0])
+        assert "no worker is left on which it may run: the pool was made smaller" in str(
+            outcomes[0]
+        )
         assert (part.num_workers, rest.num_workers) == (0, 1)
         gate.open()
         assert running.exception(300) is None

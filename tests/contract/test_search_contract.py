@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import sqlite3
 import time
 from collections import Counter
@@ -796,6 +797,24 @@ def test_the_name_of_the_metric_says_what_is_good(pool: ParallelPool) -> None:
     assert (found.mode, found.best.score) == ("min", min(found.to_frame()["x"]))
 
 
+def test_another_space_in_a_run_dir_is_named_as_it_is_written(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"mode": "min", "num_trials": 1, "run_dir": tmp_path}
+    same = search.uniform(0, 1)
+    pool.search(lambda config: 0, {"x": same, "y": same}, **arguments)
+    for space, said in (
+        (search.uniform(0, 1, step=1.0), "uniform(0.0, 1.0, step=1.0)"),
+        (search.log_uniform(0.5, 1), "log_uniform(0.5, 1.0)"),
+        (search.int_uniform(1, 9, log=True), "int_uniform(1, 9, log=True)"),
+        (search.choice("a", 2), "choice('a', 2)"),
+        (0.5, "0.5"),
+    ):
+        words = f"'x' was uniform(0.0, 1.0) there, and is {said} in this call."
+        with pytest.raises(JournalError, match=re.escape(words)):
+            pool.search(lambda config: 0, {"x": space, "y": same}, **arguments)
+
+
 def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     study = optuna.create_study(direction="minimize")
     study.enqueue_trial({"x": 0.5, "kind": "b"})
@@ -803,8 +822,11 @@ def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     assert found.study is study
     assert found.best.score == 0
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
-    with pytest.raises(InvalidValueError, match="mode='max' does not fit the study"):
+    with pytest.raises(InvalidValueError, match=r"mode='max', but the study .* mode='min'"):
         pool.search(score, SPACE, mode="max", num_trials=4, study=study)
+    both = optuna.create_study(directions=["minimize", "maximize"])
+    with pytest.raises(InvalidValueError, match="needs a study with one direction, not 2"):
+        pool.search(score, SPACE, num_trials=4, study=both)
 
 
 def test_a_pruner_prunes_a_study_of_the_users(pool: ParallelPool) -> None:

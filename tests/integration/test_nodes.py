@@ -154,7 +154,7 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
     assert facts["alone"]
     assert facts["again"]
     assert facts["groups"] == []
-    assert "is about to shut down, in" in words
+    assert "will shut down in" in words
     assert "The pool grows again: 1 more worker on" in words
 
 
@@ -214,9 +214,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
         cores=0,
     )
     assert facts["gpus"] == [0, 0]
-    ended = re.search(
-        r"is about to shut down, in (\d+) s, and no other node can come", facts["ended"]
-    )
+    ended = re.search(r"will shut down in (\d+) s, and no other node can come", facts["ended"])
     assert ended
     assert int(ended[1]) > 0, "the time was up"
     assert "0 of 5 items have finished" in facts["ended"]

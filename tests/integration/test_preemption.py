@@ -143,7 +143,7 @@ def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(
     told = re.search(
         r"Compute Engine is about to preempt this spot machine, in (\d+) s", facts["said"]
     )
-    heard = re.search(r"is about to shut down, in (\d+) s", words)
+    heard = re.search(r"will shut down in (\d+) s", words)
     assert told
     assert heard
     assert max(int(told[1]), int(heard[1])) <= 25

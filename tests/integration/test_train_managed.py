@@ -598,11 +598,12 @@ def test_somebody_else_takes_a_gpu_meanwhile(
         finally:
             remove_placement_group(taken[0])
     (text,) = [
-        record.getMessage() for record in caplog.records if "has left" in record.getMessage()
+        record.getMessage() for record in caplog.records if "was removed" in record.getMessage()
     ]
-    assert "GPU 1 was taken by another program while a training used it. Held by: " in text
+    assert "GPU 1 was lent to a training, and another program claimed it before the" in text
+    assert "Held by: " in text
     assert "somebody else (1 GPU)" in text
-    assert "The pool has 2 left." in text
+    assert "The pool now has 2 workers." in text
 
 
 @pytest.mark.long

@@ -438,7 +438,7 @@ def test_a_loop_whose_nodes_all_go_ends_with_what_it_has(on_error: str) -> None:
         with pytest.raises(PoolPreemptedError) as caught:
             pool.parfor(abs, range(8), on_error=on_error, progress=False)
         assert re.fullmatch(
-            r"The pool has ended: its simulated nodes are about to shut down, in \d s, and no other node can"
+            r"The pool has ended: the simulated nodes will shut down in \d s, and no other node can"
             r" come\. 6 of 8 items have finished\. Make the same call with the same run_dir on other"
             r" nodes to continue\.",
             str(caught.value),
@@ -461,12 +461,12 @@ def test_futures_of_a_pool_whose_nodes_all_go() -> None:
     call = workers.calls[0]
     leaving = m.PoolLeaving(is_final=True, at=50.0, gone_at=60.0)
     workers.later(
-        (1, leaving, "its node is about to shut down"),
+        (1, leaving, "node a will shut down"),
         call.finished(done(call.parts[0], 0), after_s=2),
     )
     waiting = pool.parfeval(train, 2)
     for future in (told, once, waiting):
-        with pytest.raises(PoolPreemptedError, match=r"about to shut down, in 0 s.* 0 of 3 items"):
+        with pytest.raises(PoolPreemptedError, match=r"will shut down in 0 s.* 0 of 3 items"):
             future.result(0)
         assert future.reason == "node preempted"
     assert len(workers.calls) == 2

@@ -98,10 +98,7 @@ def test_a_node_that_goes_is_left_before_it_does() -> None:
     watch.check()
     watch.check()
 
-    assert all(
-        re.fullmatch(r"its node host-b is about to shut down, in [2-6]\d s", words)
-        for _, words in told
-    )
+    assert all(re.fullmatch(r"node host-b will shut down in [2-6]\d s", words) for _, words in told)
     assert len(told) == 2
     assert told.news() == [
         PlaceLeaving(place, pytest.approx(gone_at - GRACE_S - MARGIN_S)) for place in (1, 2)
@@ -117,7 +114,7 @@ def test_a_node_that_goes_some_day_is_left_when_what_runs_has_ended() -> None:
     watch, told = watch_over(land)
     land.draining["b"] = math.inf
     watch.check()
-    assert told == [(PlaceLeaving(1, None), "its node host-b is about to shut down")]
+    assert told == [(PlaceLeaving(1, None), "node host-b will shut down")]
 
 
 def test_a_deadline_that_is_too_close_is_now() -> None:
@@ -177,15 +174,16 @@ def test_where_all_nodes_go_and_no_other_can_come_the_pool_ends(caplog: Any) -> 
     land.draining |= {"b": first + 7, "c": first + 3}
     watch.check()
     watch.check()
-    assert told == [(ends(first + 3), "its nodes host-b, host-c are about to shut down")]
+    assert told == [(ends(first + 3), "nodes host-b, host-c will shut down")]
     assert re.search(
-        r"about to shut down, in (60\d|59\d) s\. It ends after its running tasks", caplog.text
+        r"will shut down in (60\d|59\d) s\. Running tasks may finish; then the pool ends",
+        caplog.text,
     )
     told.clear()
     land.draining["b"] = first - 300
     watch.check()
     assert told.news() == [ends(first - 300)]
-    assert caplog.text.count("It ends") == 1
+    assert caplog.text.count("the pool ends") == 1
 
 
 def test_a_node_beside_the_pool_that_has_room_is_waited_for() -> None:
@@ -207,7 +205,7 @@ def test_without_a_deadline_it_ends_when_its_tasks_have() -> None:
     land.draining = dict.fromkeys("abcdef", math.inf)
     watch.check()
     watch.check()
-    words = "its nodes host-a, host-b, host-c, host-d and 2 more are about to shut down"
+    words = "nodes host-a, host-b, host-c, host-d and 2 more will shut down"
     assert told == [(PoolLeaving(is_final=True), words)]
 
 
@@ -221,7 +219,7 @@ def test_where_other_nodes_may_come_those_that_go_are_used_until_shortly_before(
     land.draining["b"] = time.monotonic() + LAST_S - 1
     watch.check()
     watch.check()
-    assert told == [(WAITS, "its node host-b is about to shut down")]
+    assert told == [(WAITS, "node host-b will shut down")]
 
 
 def test_the_first_to_go_is_left_for_those_that_go_much_later() -> None:
@@ -256,7 +254,7 @@ def test_the_pool_waits_on_each_machine_that_goes() -> None:
     assert told.news() == [PoolResumed()]
     land.draining["c"] = time.monotonic() + 60
     watch.check()
-    assert told == [(WAITS, "its node host-c is about to shut down")]
+    assert told == [(WAITS, "node host-c will shut down")]
 
 
 def test_a_node_that_comes_before_the_others_have_gone_takes_their_work(eventually: Any) -> None:

@@ -220,12 +220,11 @@ class NodeWatch:
 
     def _notice(self, nodes: Iterable[str], gone_at: float = math.inf) -> str:
         left_s = gone_at - time.monotonic()
-        until = f", in {left_s:.0f} s" if math.isfinite(left_s) else ""
+        until = f" in {left_s:.0f} s" if math.isfinite(left_s) else ""
         names = list(dict.fromkeys(self._names[node] for node in nodes))
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         which = ", ".join(names[:MOST_NAMES]) + more
-        are = "s {} are" if len(names) > 1 else " {} is"
-        return f"its node{are.format(which)} about to shut down{until}"
+        return f"node{'s' * (len(names) > 1)} {which} will shut down{until}"
 
     def _leave_all(self, nodes: Nodes, where: Mapping[int, str | None], is_final: bool) -> None:
         """Start nothing more: the pool ends, unless it may go on with other nodes."""
@@ -246,9 +245,11 @@ class NodeWatch:
             self._post(PoolLeaving(is_final, at, end_at), self._notice(going.values()))
         if told is None or told[0] != is_final:
             logger.warning(
-                "The pool starts no more work: %s. %s",
+                "The pool starts no more tasks: %s. %s",
                 self._notice(going.values(), gone_at),
-                "It ends after its running tasks." if is_final else "It waits for other nodes.",
+                "Running tasks may finish; then the pool ends."
+                if is_final
+                else "Queued tasks wait for other nodes.",
             )
         if not is_final:
             self._make_up(nodes)

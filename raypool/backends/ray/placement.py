@@ -318,7 +318,8 @@ class Placement:
         """Say who holds a claim that was lent."""
         what = "its core" if gpu is None else f"GPU {gpu}"
         words = (
-            f"{what} was taken by another program while a training used it. {shortages.held_by(())}"
+            f"{what} was lent to a training, and another program claimed it before the pool could"
+            f" take it back. {shortages.held_by(())}"
         )
         return words.rstrip(".")
 
