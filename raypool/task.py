@@ -349,7 +349,7 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error):
             raise InvalidValueError(
                 f"The checkpoint {file} contains more than tensors, numbers, strings, and lists and"
-                f" dicts of those ({_forbidden(error)}): save_checkpoint did not write it, and"
+                f" dicts of those ({forbidden(error)}): save_checkpoint did not write it, and"
                 " loading it could run code. If you trust its author: torch.load(file,"
                 " weights_only=False)."
             ) from error
@@ -430,13 +430,13 @@ def _check_loads(spare: Path, file: Path) -> None:
     except pickle.UnpicklingError as error:
         raise InvalidTypeError(
             f"The checkpoint {file} was not saved: it could not be loaded again, because loading"
-            f" runs no code ({_forbidden(error)}). Save tensors, numbers and strings, in lists and"
+            f" runs no code ({forbidden(error)}). Save tensors, numbers and strings, in lists and"
             " dicts: float(x) for a NumPy number, torch.from_numpy(x) for an array, state_dict()"
             " for a model."
         ) from error
 
 
-def _forbidden(error: Exception) -> str:
+def forbidden(error: Exception) -> str:
     """Return the name of the object that torch refuses to load for safety."""
     words = str(error).split()
     return (

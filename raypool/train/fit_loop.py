@@ -13,11 +13,12 @@ import inspect
 import io
 import itertools
 import math
+import pickle
 import random
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.task import current_task
+from raypool.task import current_task, forbidden
 from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
 from raypool.train.shares import Division, LearningRates, Share, share_of
 from raypool.train.training_options import TrainingOptions, optimizer_arguments
@@ -280,6 +281,7 @@ class RankTraining:
             checkpoint = None
             if self._ranks.rank == 0:
                 torch.save(state, Path(folder) / FILE)
+                check_loads(Path(folder) / FILE)
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=checkpoint)
 
@@ -896,7 +898,7 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
         )
     else:
         optimizer = learner.optimizer.state_dict()
-    return {
+    state = {
         "raypool": VERSION,
         "progress": progress._asdict(),
         "steps_per_epoch": learner.steps_per_epoch,
@@ -907,6 +909,33 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
+    return _in_plain_numbers(state)  # type: ignore[no-any-return]
+
+
+def _in_plain_numbers(values: Any) -> Any:
+    """Return nested values with Python's numbers in place of NumPy's, which `read` would refuse."""
+    if isinstance(values, np.generic):
+        return values.item()
+    if type(values) in (dict, OrderedDict, Counter):  # not mere mappings: `MultiStepLR` counts
+        pairs = values.items()
+        return type(values)({_in_plain_numbers(k): _in_plain_numbers(v) for k, v in pairs})
+    if type(values) in (list, tuple):
+        return type(values)(map(_in_plain_numbers, values))
+    return values
+
+
+def check_loads(path: Path) -> None:
+    """Make sure that `read` will take a file."""
+    try:
+        # on "meta", mapped: the tensors are not read
+        torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidTypeError(
+            "The training cannot save checkpoints: the state of the model, the optimizer or the"
+            f" schedule has something in it that could not be loaded again ({forbidden(error)}),"
+            " because loading runs no code. Keep tensors, numbers and strings there, in lists and"
+            " dicts (get_extra_state() of a module, state_dict() of a schedule)."
+        ) from error
 
 
 def read(folder: str) -> dict[str, Any]:

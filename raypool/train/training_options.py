@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from raypool.errors import (
@@ -215,7 +216,7 @@ class TrainingOptions:
 
     def _check_numbers(self) -> None:
         for name in ("learning_rate", "momentum", "weight_decay", "drop_factor"):
-            _check_number(name, getattr(self, name))
+            object.__setattr__(self, name, _checked_number(name, getattr(self, name)))
         if self.learning_rate <= 0:
             raise InvalidValueError(f"learning_rate={self.learning_rate} is not above 0.")
         if not 0 <= self.momentum < 1:
@@ -229,7 +230,8 @@ class TrainingOptions:
                 f"drop_factor={self.drop_factor} is not in the range from above 0 to 1."
             )
         if self.clip_gradient_norm is not None:
-            _check_number("clip_gradient_norm", self.clip_gradient_norm)
+            norm = _checked_number("clip_gradient_norm", self.clip_gradient_norm)
+            object.__setattr__(self, "clip_gradient_norm", norm)
             if self.clip_gradient_norm <= 0:
                 raise InvalidValueError(
                     f"clip_gradient_norm={self.clip_gradient_norm} is not above 0: None does not"
@@ -293,11 +295,13 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
         raise InvalidValueError(f"{name}={value!r} is unknown. Use one of: {listed}.")
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
+def _checked_number(name: str, value: Any) -> float:
+    """Return a finite number as one of Python's: no checkpoint could be loaded with NumPy's."""
+    if isinstance(value, bool) or not isinstance(value, Real):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number.")
     if not math.isfinite(value):
         raise InvalidValueError(f"{name}={value} is not finite.")
+    return value if isinstance(value, int) else float(value)
 
 
 def _checked_load(load: Any) -> tuple[float, ...]:
@@ -307,7 +311,7 @@ def _checked_load(load: Any) -> tuple[float, ...]:
         )
     loads = [each.item() if hasattr(each, "item") else each for each in load]  # NumPy's numbers
     for each in loads:
-        _check_number("worker_load", each)
+        _checked_number("worker_load", each)
         if each < 0:
             raise InvalidValueError(
                 f"worker_load={loads} has {each} in it, which is below 0. Use 0 for a worker that"

@@ -402,6 +402,42 @@ def test_options_hold_where_a_checkpoint_was_made_with_others(
     assert decayed < 0.9 * plain
 
 
+def test_numbers_of_numpy_do_not_spoil_a_checkpoint(alone: ParallelPool, tmp_path: Any) -> None:
+    """Neither those of the options nor those that a schedule computes or counts with."""
+
+    def cosine(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(0.1 * epoch))
+
+    def milestones(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 3]))
+
+    number = np.float64(0.05)
+    cases: list[dict[str, Any]] = [
+        {"learning_rate": number, "weight_decay": number, "momentum": number},
+        {"schedule": cosine, "optimizer": "adam"},
+        {"schedule": milestones},
+    ]
+    for index, changes in enumerate(cases):
+        kept = RunOptions(run_dir=tmp_path / str(index))
+        fit(alone, run_options=kept, max_epochs=2, **changes)
+        rest = fit(alone, run_options=kept, max_epochs=4, **changes)
+        assert rest.metrics_frame["epoch"].tolist() == [2, 3]
+        assert_same(rest.model, fit(alone, max_epochs=4, **changes).model)
+
+
+def test_what_could_not_be_loaded_again_is_no_checkpoint(
+    alone: ParallelPool, tmp_path: Any
+) -> None:
+    """It is said when the first is made, not when it is needed."""
+    kept = RunOptions(run_dir=tmp_path)
+    with pytest.raises(TrainingError, match=r"Unnamed.*get_extra_state") as raised:
+        alone.fit(
+            lambda: WithSet(4, 1).double(), (INPUTS, TARGETS), mse_loss, options(), run_options=kept
+        ).result(WAIT_S)
+    assert isinstance(raised.value.__cause__, InvalidTypeError)
+    assert raised.value.result.checkpoint is None
+
+
 def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog: Any) -> None:
     result = fit(pool, (np.full((50, 4), np.nan), TARGETS), checkpoint_every=1)
     assert result.ended_by == "loss is nan"
@@ -425,6 +461,20 @@ class WithMore(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.seen = state["seen"]
+
+
+class Unnamed:
+    """Something that torch does not load for safety."""
+
+
+class WithSet(nn.Linear):
+    """It keeps that in its state."""
+
+    def get_extra_state(self) -> Any:
+        return Unnamed()
+
+    def set_extra_state(self, state: Any) -> None:
+        assert isinstance(state, Unnamed)
 
 
 def test_without_a_pool_one_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,16 @@ def test_they_are_named_frozen_and_travel() -> None:
     assert pickle.loads(pickle.dumps(options)) == options
 
 
+def test_numbers_become_pythons_own() -> None:
+    """No checkpoint could be loaded with NumPy's."""
+    options = TrainingOptions(
+        learning_rate=np.float32(0.5), weight_decay=np.float64(0.25), clip_gradient_norm=np.int64(2)
+    )
+    values = options.learning_rate, options.weight_decay, options.clip_gradient_norm
+    assert values == (0.5, 0.25, 2)
+    assert [type(value) for value in values] == [float] * 3
+
+
 def test_defaults_change_nothing_silently() -> None:
     options = TrainingOptions()
     assert options.scale_batch is options.scale_learning_rate is options.clip_gradient_norm is None
