@@ -172,7 +172,7 @@ class RankTraining:
         self._progress = self._progress._replace(epoch=done, epoch_steps=0)
         metrics = self._metrics(epoch)
         metrics["dropped_samples"] = self._job.division.dropped
-        loss, state = metrics["loss"], None
+        loss, state = learner.take_epoch_loss(), None
         if self._tests is not None:
             loss = None
             if is_last or done % options.validation_frequency == 0:
@@ -402,6 +402,7 @@ class Learner:
         self._factor: float | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self._num_losses = 0
+        self._epoch_sum, self._num_in_epoch = 0.0, 0  # of those that were taken
         self._is_settled = True
 
     @property
@@ -522,7 +523,15 @@ class Learner:
         (total,) = self.ranks.add([self._loss_sum * self.share.weight])
         count, self._num_losses = max(self._num_losses, 1), 0
         self._loss_sum.zero_()
+        self._epoch_sum += total
+        self._num_in_epoch += count
         return total / count
+
+    def take_epoch_loss(self) -> float:
+        """Return the mean of the losses that were taken since the last call."""
+        mean = self._epoch_sum / max(self._num_in_epoch, 1)
+        self._epoch_sum, self._num_in_epoch = 0.0, 0
+        return mean
 
     def settle(self) -> None:
         """Make the model the same on all ranks, its buffers too: before it is used or kept."""

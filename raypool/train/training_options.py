@@ -65,7 +65,7 @@ class TrainingOptions:
             `drop_factor` every `drop_every` epochs. "cosine", "linear": down to 0 at the last step.
             Or a function that makes a torch `LRScheduler` from the optimizer: its `step` is called
             after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the
-            loss).
+            mean loss of the epoch).
         drop_every: Epochs between two drops of "piecewise".
         drop_factor: The factor of each drop.
         warmup_steps: The steps over which the learning rate rises evenly: from 0, or from

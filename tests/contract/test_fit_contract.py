@@ -402,6 +402,20 @@ def test_options_hold_where_a_checkpoint_was_made_with_others(
     assert decayed < 0.9 * plain
 
 
+def test_how_often_it_reports_changes_no_model(alone: ParallelPool) -> None:
+    """Also where a schedule follows the loss: it is given that of the epoch."""
+
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+    noisy = TARGETS + np.random.default_rng(1).normal(size=TARGETS.shape)
+    changes = {"schedule": plateau, "max_epochs": 12, "mini_batch_size": 5}
+    results = [fit(alone, (INPUTS, noisy), report_every=every, **changes) for every in (None, 1, 4)]
+    for result in results[1:]:
+        assert_same(result.model, results[0].model)
+    assert results[0].metrics["learning_rate"] < 0.05
+
+
 def test_numbers_of_numpy_do_not_spoil_a_checkpoint(alone: ParallelPool, tmp_path: Any) -> None:
     """Neither those of the options nor those that a schedule computes or counts with."""
 
