@@ -161,8 +161,10 @@ def _paired(
     """Return the inputs and the targets of a mini-batch, in plain dicts."""
     # A loading process could not send a class of the user's script, and torch would wait for it
     # forever: `changed` makes plain dicts of all mappings.
-    batch = collate(samples)
-    pair: Batch = changed(lambda tensor: tensor, _as_pair(batch, target), torch.Tensor)
+    inputs, targets = _as_pair(collate(samples), target)
+    if collate is default_collate and isinstance(inputs, list):
+        inputs = tuple(inputs)  # torch makes a list of samples' tuples; the user's own is one input
+    pair: Batch = changed(lambda tensor: tensor, (inputs, targets), torch.Tensor)
     return pair
 
 
@@ -177,9 +179,7 @@ def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
             " sample must be a pair of an input and a target, or a dict; an input may be a tuple"
             " or a dict of several."
         )
-    inputs, targets = batch
-    # torch makes a list of samples' tuples
-    return (tuple(inputs) if isinstance(inputs, list) else inputs), targets
+    return batch[0], batch[1]
 
 
 def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Batch:

@@ -197,6 +197,35 @@ def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
     np.testing.assert_allclose(pool.predict(models[0], {"b": b, "a": a}), outputs, rtol=1e-5)
 
 
+class Bags(nn.Module):
+    """Its input is a list: a table for each sample, of any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1).double()
+
+    def forward(self, bags: list[torch.Tensor], more: Any = None) -> torch.Tensor:
+        assert isinstance(bags, list)
+        assert more is None
+        return torch.stack([self.layer(bag).mean(0) for bag in bags])
+
+
+def test_a_list_of_the_users_collate_fn_is_one_input(alone: ParallelPool) -> None:
+    """Whatever the number of samples: the model may take as many arguments, but means others."""
+    rows = [(torch.tensor(INPUTS[i : i + 1 + i % 3]), TARGETS[i]) for i in range(7)]
+
+    def listed(batch: Any) -> Any:
+        return [x for x, _ in batch], torch.tensor(np.stack([y for _, y in batch]))
+
+    for size in (1, 2, 3):
+        data: Any = DataLoader(rows, size, collate_fn=listed)  # type: ignore[arg-type]
+        changes = {"max_epochs": 1, "mini_batch_size": None, "validation_data": data}
+        result = alone.fit(Bags, data, mse_loss, options(**changes)).result(WAIT_S)
+        with torch.no_grad():
+            loss = mse_loss(result.model([x for x, _ in rows]), listed(rows)[1]).item()
+        assert result.metrics["validation_loss"] == pytest.approx(loss)
+
+
 class Halves(torch.utils.data.Sampler[int]):
     """One half of the samples, then the other; what it draws depends on nothing but the
     generators.
