@@ -51,8 +51,12 @@ def prepare_fit(
     loss: Callable[..., Any],
     options: TrainingOptions,
     workers: Sequence[WorkerInfo],
+    start_from: str | None = None,
 ) -> FitCall:
-    """Check the arguments of `pool.fit`, and return the training that they describe."""
+    """Check the arguments of `pool.fit`, and return the training that they describe.
+
+    `start_from`: see `FitJob`.
+    """
     _check_model(model)
     _check_loss(loss)
     samples = take_samples(data)
@@ -89,6 +93,7 @@ def prepare_fit(
         course=course,
         rate_scale=rate_scale,
         is_on_cpu=options.execution == "cpu",
+        start_from=start_from,
     )
     finish = functools.partial(_finished, model)
     return FitCall(fit, {"fit": job}, [worker.index for worker, _ in chosen], notes, finish)
@@ -123,8 +128,14 @@ def _finished(model: Any, result: TrainingResult) -> TrainingResult:
         )
     if ended_by == LOST:
         logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+    if ends[0]["is_overdue"]:
+        logger.warning(
+            "No epoch was trained: the checkpoint of start_from has %d epochs already, and"
+            " max_epochs counts those, too. Set max_epochs higher.",
+            ends[0]["epochs"],
+        )
     for end in ends:
-        del end["is_mean"]
+        del end["is_mean"], end["is_overdue"]
     return replace(result, values=ends, model=module, ended_by=ended_by)
 
 

@@ -73,12 +73,18 @@ class RankTraining:
         )
         self._best: dict[str, Any] | None = None  # on rank 0: the state at the best validation
         self._progress = Progress()
+        self._is_overdue = False  # it starts from a checkpoint that has all its epochs
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:
                 state = read(folder)
             self._best = state["best"]
             self._progress = restore(self._learner, state, checkpoint.path)
+            if job.is_new_from(checkpoint.path):
+                # what was the best on other data, or before, says nothing of this training
+                self._best = None
+                self._progress = self._progress._replace(best_loss=math.inf, worse_in_a_row=0)
+                self._is_overdue = self._progress.epoch >= options.max_epochs
         self._reason = "max_epochs"
         self._is_lost = self._has_saved = False
         self._reported_at = self._looked_at = time.perf_counter()
@@ -100,6 +106,7 @@ class RankTraining:
             "dropped_samples": dropped,
             "ended_by": self._reason,
             "is_mean": not self._ranks.any(not self._learner.is_mean),
+            "is_overdue": self._is_overdue,
         }
         is_best = self._options.output_model == "best" and self._best is not None
         state = self._best if is_best else whole_state(self._learner.module, self._ranks)
@@ -599,6 +606,7 @@ class FitJob(NamedTuple):
 
     `loads`: of the ranks. `division`: of an epoch. `course`: of the learning rate, which is
     multiplied by `rate_scale` before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
+    `start_from`: the checkpoint that a new run starts from; None if it resumes, or has none.
     """
 
     model: Any
@@ -611,6 +619,12 @@ class FitJob(NamedTuple):
     course: LearningRates
     rate_scale: float
     is_on_cpu: bool
+    start_from: str | None = None
+
+    def is_new_from(self, checkpoint: str) -> bool:
+        """Whether this checkpoint is that of `start_from`, not one of the run itself."""
+        start = self.start_from
+        return start is not None and Path(start).resolve() == Path(checkpoint).resolve()
 
     def share(self, rank: int, size: int) -> Share:
         """Return a rank's share of each mini-batch; equal shares with fewer ranks than planned."""

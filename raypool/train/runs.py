@@ -58,7 +58,8 @@ class RunOptions:
             has it, none is deleted; with lane="managed" and `keep_checkpoints` each must have it.
         best_mode: "min" if lower is better, "max" if higher is.
         start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used if
-            `run_dir` has one.
+            `run_dir` has one. `fit` takes the model, the optimizer and the schedule from it, and
+            its epochs count for `max_epochs`; patience and the best model start anew.
         min_workers: The training continues with at least this many workers if others are lost for
             good. None: it needs all.
 

@@ -70,6 +70,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     progress: bool | Callable[..., Any] | None,
 ) -> TrainingRun:
     """Train a model without a loop of the user's; see `PoolView.fit`."""
+    from raypool.train.checkpoints import latest
     from raypool.train.fit import prepare_fit
     from raypool.train.scaling import Recipe
     from raypool.train.training_options import TrainingOptions
@@ -94,7 +95,9 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     by_number = {worker.index: worker for worker in target._workers()}
     numbers = by_number if only is None else [place for place in only if place in by_number]
     candidates = [by_number[number] for number in list(numbers)[:size]]
-    call = prepare_fit(model, data, loss, options, candidates)
+    is_new = kept.run_dir is None or latest(kept.run_dir) is None
+    start = str(kept.start_from) if is_new and kept.start_from is not None else None
+    call = prepare_fit(model, data, loss, options, candidates, start)
     if not target._engine.profile.quiet:
         for note in call.notes:
             sys.stdout.write(f"raypool: {note}\n")

@@ -431,6 +431,49 @@ def test_options_hold_where_a_checkpoint_was_made_with_others(
     assert decayed < 0.9 * plain
 
 
+def test_a_new_run_from_a_checkpoint_judges_by_its_own_validations(
+    alone: ParallelPool, tmp_path: Any
+) -> None:
+    """On other data, whose losses are never as low: neither patience nor the best model is that of
+    the run before. The same run resumed has both.
+    """
+    others = INPUTS, TARGETS + 10
+    changes = {"patience": 2, "output_model": "best", "max_epochs": 5}
+    first = fit(
+        alone,
+        run_options=RunOptions(run_dir=tmp_path),
+        validation_data=(INPUTS, TARGETS),
+        **changes,
+    )
+    changes["max_epochs"] = 9
+    start, own = RunOptions(start_from=first.checkpoint), RunOptions(run_dir=tmp_path)
+    result, rest = (
+        fit(alone, others, run_options=kept, validation_data=others, learning_rate=1e-3, **changes)
+        for kept in (start, own)
+    )
+    losses = result.metrics_frame["validation_loss"].tolist()
+    assert result.metrics_frame["epoch"].tolist() == [5, 6, 7, 8]
+    assert losses == sorted(losses, reverse=True)
+    assert min(losses) > first.metrics["validation_loss"]
+    with torch.no_grad():
+        loss = mse_loss(result.model(torch.tensor(INPUTS)), torch.tensor(others[1])).item()
+    assert loss == pytest.approx(losses[-1])
+    assert rest.ended_by == "patience"
+    assert_same(rest.model, first.model)
+
+
+def test_a_start_from_a_checkpoint_that_leaves_no_epoch_is_said(
+    alone: ParallelPool, tmp_path: Any, caplog: Any
+) -> None:
+    own = RunOptions(run_dir=tmp_path)
+    first = fit(alone, run_options=own)
+    fit(alone, run_options=own)
+    assert "No epoch" not in caplog.text, "of a run that is complete"
+    result = fit(alone, run_options=RunOptions(start_from=first.checkpoint))
+    assert "No epoch was trained: the checkpoint of start_from has 2 epochs" in caplog.text
+    assert result.values[0].keys() == first.values[0].keys()
+
+
 def test_how_often_it_reports_changes_no_model(alone: ParallelPool) -> None:
     """Also where a schedule follows the loss: it is given that of the epoch."""
 
