@@ -446,14 +446,16 @@ class Learner:
 
     def loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
         """Return the loss of a mini-batch; `call`: the model, or a wrapper around it."""
-        precision, (inputs, targets) = self._options.precision, batch
-        loss: torch.Tensor
-        if precision == "float32":
-            loss = self._loss_fn(call_model(call, self.module, inputs), targets)
-        else:
-            with torch.autocast(self.ranks.device.type, AUTOCAST[precision]):
-                loss = self._loss_fn(call_model(call, self.module, inputs), targets)
+        inputs, targets = batch
+        with self._precision():
+            loss: torch.Tensor = self._loss_fn(call_model(call, self.module, inputs), targets)
         return loss
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        precision = self._options.precision
+        if precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.ranks.device.type, AUTOCAST[precision])
 
     def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
         """Return the loss of the first mini-batch, and check it."""
@@ -478,9 +480,10 @@ class Learner:
                 ) from None
         check_loss(loss)
         if self.ranks.size > 1:
-            self.is_mean = self.is_mean and is_mean_over_samples(
-                self._loss_fn, outputs[0], batch[1], loss
-            )
+            with self._precision():  # else the loss would refuse outputs of half precision
+                self.is_mean = self.is_mean and is_mean_over_samples(
+                    self._loss_fn, outputs[0], batch[1], loss
+                )
         return loss
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
@@ -786,9 +789,10 @@ def is_mean_over_samples(
         with torch.no_grad():
             first = loss_fn(outputs[:half], targets[:half])
             second = loss_fn(outputs[half:], targets[half:])
-            mean = (first * half + second * (num_all - half)) / num_all
+            mean = (first.double() * half + second.double() * (num_all - half)) / num_all
+            whole = loss.double()
         tolerance = TOLERANCE.get(loss.dtype, 1e-2)
-        is_close = torch.isclose(mean, loss.detach(), rtol=tolerance, atol=1e-7, equal_nan=True)
+        is_close = torch.isclose(mean, whole, rtol=tolerance, atol=1e-7, equal_nan=True)
         return bool(is_close)
     except Exception:  # the user's function may not take halves
         return True

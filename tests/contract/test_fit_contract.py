@@ -399,19 +399,21 @@ def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy:
 
 @pytest.mark.semantics
 @pytest.mark.processes
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(
-    pool: ParallelPool, caplog: Any
+    pool: ParallelPool, caplog: Any, precision: str
 ) -> None:
     def some_ignored(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(outputs, targets, ignore_index=0)
 
     def model() -> nn.Module:
-        return nn.Linear(4, 2).double()
+        return nn.Linear(4, 2)
 
     classes = np.arange(50) % 3 // 2
+    changes = options(max_epochs=1, precision=precision)
     for loss, is_said in ((cross_entropy, False), (some_ignored, True)):
         caplog.clear()
-        pool.fit(model, (INPUTS, classes), loss, options(max_epochs=1)).result(WAIT_S)
+        pool.fit(model, (INPUTS, classes), loss, changes).result(WAIT_S)
         assert ("not the plain mean" in caplog.text) is (
             is_said and pool.workers[0].pid != os.getpid()
         )
