@@ -1132,8 +1132,9 @@ class PoolView(concurrent.futures.Executor):
                 worker has one mini-batch, or several that take milliseconds; `timeout_s` and
                 `retries` of `options` are for one call.
             output: Called on the worker with the model's output for a mini-batch; what it returns
-                comes back instead. Arrays and lists are concatenated; other values form a list with
-                an entry for each mini-batch.
+                comes back instead. Arrays and lists are concatenated, also those in tuples, and in
+                dicts that all have the same keys; other values form a list with an entry for each
+                mini-batch.
 
         Returns:
             The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is

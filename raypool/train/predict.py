@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         if len(samples) == 0:
             outputs = _of_nothing(run, function, samples)
         else:
-            outputs = joined(run.outputs(function, samples, mini_batch_size))
+            outputs = joined_packs(run.packs(function, samples, mini_batch_size))
     return as_arrays(outputs) if samples.gives_arrays else outputs
 
 
@@ -123,7 +123,7 @@ def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
     if samples.piece(0, 0).columns is None:
         return nothing  # the shape of an input is unknown
     try:
-        return run.submit(function, samples, 0, 0).result()
+        return joined_packs([run.submit(function, samples, 0, 0).result()])
     except RaypoolError:
         raise
     except Exception:  # not every model takes an empty mini-batch
@@ -141,9 +141,9 @@ class _Run:
         self._pending: deque[tuple[Future[Any], int]] = deque()  # with the number of mini-batches
         self._workers: set[int] = set()  # that may have the model on their GPU
 
-    def outputs(self, function: Function, samples: Inputs, size: int) -> list[Any]:
+    def packs(self, function: Function, samples: Inputs, size: int) -> list[Pack]:
         """Return the outputs, piece by piece."""
-        outputs: list[Any] = []
+        packs: list[Pack] = []
         total = len(samples)
         first, batches = 0, 1
         while first < total or self._pending:
@@ -160,7 +160,7 @@ class _Run:
                 first = stop
             future, count = self._pending[0]  # still pending: `close` cancels it after Ctrl-C
             try:
-                outputs.append(future.result())
+                packs.append(future.result())
             except CancelledError:
                 raise CancelledError(
                     "The prediction was cancelled, by cancel_all() or because the pool was closed."
@@ -170,7 +170,7 @@ class _Run:
             batches = _batches_per_call(
                 future.duration_s, count, batches, samples.bytes_each * size
             )
-        return outputs
+        return packs
 
     def submit(self, function: Function, samples: Inputs, start: int, stop: int) -> Future[Any]:
         """Submit a piece."""
@@ -240,8 +240,8 @@ class Predictor:
         self._size = mini_batch_size
         self._output = output
 
-    def __call__(self, piece: Piece) -> Any:
-        """Return the outputs of the samples of a piece, on the CPU, joined."""
+    def __call__(self, piece: Piece) -> Pack:
+        """Return the outputs of the mini-batches of a piece, on the CPU."""
         device = device_here() if isinstance(self._model, nn.Module) else torch.device("cpu")
         if device.type != "cpu":
             with _lock:  # on the GPU once, also where several threads predict
@@ -264,7 +264,7 @@ class Predictor:
                 except Exception as error:
                     add_note(error, f"raypool: samples {first} to {last - 1} of the data")
                     raise
-            return joined(outputs)
+            return packed(outputs)
 
     def drop(self) -> None:
         """Let go of the model."""
@@ -371,15 +371,99 @@ def _check_rows(outputs: Any, count: int) -> None:
         )
 
 
+class Rows(NamedTuple):
+    """Tensors that fit together, as one; `sizes`: their rows, None if they have no dimension."""
+
+    tensor: torch.Tensor
+    sizes: list[int] | None
+
+
+class Columns(NamedTuple):
+    """Tuples or dicts that are alike, entry by entry; `form`: see `_form`."""
+
+    form: Any
+    packs: list[Any]
+
+
+Pack = Rows | Columns | list[Any]
+"""The outputs of some mini-batches, to travel; a list has one for each.
+
+To pickle a tensor takes as long as a small model does for a mini-batch.
+"""
+
+
+def packed(outputs: Sequence[Any]) -> Pack:
+    """Return the outputs of some mini-batches in one; `unpacked` takes them apart again."""
+    first, forms = outputs[0], set(map(_form, outputs))
+    if len(forms) > 1 or None in forms:
+        return list(outputs)
+    if isinstance(first, torch.Tensor):
+        if first.ndim == 0:
+            return Rows(torch.stack(list(outputs)), None)
+        return Rows(torch.cat(list(outputs)), [len(output) for output in outputs])
+    entries = [tuple(each.values()) if isinstance(each, dict) else each for each in outputs]
+    return Columns(_form(first), [packed(column) for column in zip(*entries, strict=True)])
+
+
+def unpacked(pack: Pack) -> list[Any]:
+    """Return the output of each mini-batch."""
+    if isinstance(pack, Rows):
+        parts = pack.tensor.unbind() if pack.sizes is None else pack.tensor.split(pack.sizes)
+        return [part.clone() for part in parts]  # a view would keep all of it in memory
+    if isinstance(pack, Columns):
+        columns = map(unpacked, pack.packs)
+        return [_formed(pack.form, entries) for entries in zip(*columns, strict=True)]
+    return pack
+
+
+def joined_packs(packs: Sequence[Pack]) -> Any:
+    """Join the outputs of all mini-batches, whichever of them share a pack."""
+    first = packs[0]
+    if isinstance(first, Columns) and all(
+        isinstance(pack, Columns) and pack.form == first.form for pack in packs
+    ):
+        columns = zip(*(pack.packs for pack in packs), strict=True)  # type: ignore[union-attr]
+        return _formed(first.form, [joined_packs(column) for column in columns])
+    tensors = [pack.tensor for pack in packs if isinstance(pack, Rows)]
+    if len(tensors) == len(packs) and len(set(map(_form, tensors))) == 1:
+        return torch.cat(tensors)
+    return joined([output for pack in packs for output in unpacked(pack)])
+
+
+def _form(output: Any) -> tuple[Any, ...] | None:
+    """Return what outputs have in common that share a pack; None: nothing does."""
+    kind = type(output)
+    if kind is torch.Tensor and output.layout is torch.strided:
+        return kind, output.dtype, output.shape[1:] if output.ndim else None
+    if isinstance(output, dict) and output:
+        return dict, tuple(output)
+    if (kind is tuple or hasattr(output, "_fields")) and output:
+        return kind, len(output)
+    return None
+
+
+def _formed(form: tuple[Any, ...], entries: Sequence[Any]) -> Any:
+    kind, names = form
+    if kind is dict:
+        return dict(zip(names, entries, strict=True))
+    return tuple(entries) if kind is tuple else kind(*entries)
+
+
 def joined(parts: Sequence[Any]) -> Any:
-    """Join the outputs of all parts: arrays and lists end to end, others as a list.
+    """Join the outputs of all mini-batches: arrays and lists end to end, others as a list.
 
     Example:
         >>> joined([["a", "b"], ["c"]]), joined([("x", 1), ("y", 2)]), joined([0.5, 0.25])
         (['a', 'b', 'c'], (['x', 'y'], [1, 2]), [0.5, 0.25])
     """
     first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
+    is_dict, is_tuple = isinstance(first, Mapping), isinstance(first, tuple)
+    if any(
+        type(part) is not type(first)
+        or (is_dict and part.keys() != first.keys())
+        or (is_tuple and len(part) != len(first))
+        for part in parts
+    ):
         return list(parts)
     if isinstance(first, (torch.Tensor, np.ndarray)):
         rows = [part.reshape(1) if part.ndim == 0 else part for part in parts]

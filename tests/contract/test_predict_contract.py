@@ -29,6 +29,7 @@ from raypool import (
     current_task,
 )
 from raypool.train import predict
+from raypool.train.data import mapped
 
 pytestmark = pytest.mark.semantics
 
@@ -248,6 +249,38 @@ def test_what_is_no_array_comes_as_a_list(pool: ParallelPool) -> None:
         nn.Identity(), x, mini_batch_size=5, output=lambda y: None if y[0] == 0 else "five"
     )
     assert kinds == [None, "five"]
+
+
+def test_outputs_of_several_kinds_are_a_list_however_they_were_computed(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an entry for each mini-batch, whether they shared calls or not."""
+    kinds: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+        "none": (lambda y: y if y[0] % 4 else None, [None, [2, 3], None, [6, 7], None, [10, 11]]),
+        "keys": (
+            lambda y: {"n": len(y), **({"first": y[0]} if y[0] % 4 else {})},
+            [{"n": 2, "first": first} if first else {"n": 2} for first in (0, 2, 0, 6, 0, 10)],
+        ),
+        "lengths": (
+            lambda y: (1,) if y[0] % 4 else (1, y.sum()),
+            [(1, 1), (1,), (1, 9), (1,), (1, 17), (1,)],
+        ),
+        "same keys": (lambda y: {"y": y, "n": len(y)}, {"y": list(range(12)), "n": [2] * 6}),
+    }
+    for together in (1, 2, 6):
+        monkeypatch.setattr(predict, "_batches_per_call", lambda *_, count=together: count)
+        for name, (output, expected) in kinds.items():
+            outputs = pool.predict(
+                nn.Identity(), torch.arange(12), mini_batch_size=2, output=output
+            )
+            assert plain(outputs) == expected, name
+
+
+def plain(outputs: Any) -> Any:
+    """Return outputs with lists and numbers in place of tensors."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.tolist()
+    return mapped(plain, outputs)
 
 
 def test_a_list_of_a_model_has_an_entry_for_each_sample(pool: ParallelPool) -> None:
