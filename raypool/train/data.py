@@ -39,7 +39,10 @@ MEMORY_PART = 4
 
 @dataclass(frozen=True)
 class Column:
-    """An input, or a target, of all samples. Arrays get the model's dtype; tensors keep theirs."""
+    """An input, or a target, of all samples.
+
+    Arrays, and 64-bit floats of a data set, get the model's dtype; tensors keep theirs.
+    """
 
     values: np.ndarray[Any, Any] | torch.Tensor
     is_array: bool
@@ -244,7 +247,7 @@ def take_samples(data: Any, what: str = "data") -> Samples:
     elif (pandas := sys.modules.get("pandas")) and isinstance(data, pandas.DataFrame):
         samples = _from_frame(data, data.columns[-1:] if target is None else target, what)
     elif type(data) is TensorDataset and len(data.tensors) == 2 and target is None:
-        samples = _from_pair(*data.tensors, what)
+        samples = _from_tensors(data, what)
     elif _is_pair(data) and target is None:
         samples = _from_pair(data[0], data[1], what)
     else:
@@ -307,6 +310,16 @@ def _from_pair(inputs: Any, targets: Any, what: str) -> ArraySamples:
             " one array."
         )
     return ArraySamples(inputs=columns[0], targets=columns[1])
+
+
+def _from_tensors(dataset: Any, what: str) -> ArraySamples:
+    """Return the samples of a `TensorDataset` of two, whose floats are those of any data set."""
+
+    def marked(column: Column) -> Column:
+        return replace(column, is_array=column.values.dtype == np.float64)
+
+    samples = _from_pair(*dataset.tensors, what)
+    return replace(samples, inputs=marked(samples.inputs), targets=marked(samples.targets))
 
 
 def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
@@ -437,7 +450,7 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
         )
     if loader.collate_fn is default_collate:
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-            return replace(_from_pair(*dataset.tensors, what), sampler=own)
+            return replace(_from_tensors(dataset, what), sampler=own)
         dataset = in_tensors(dataset)
     settings = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     if loader.multiprocessing_context is not None:

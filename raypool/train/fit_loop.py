@@ -859,7 +859,11 @@ def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDat
 
 
 def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a loss leaves out parameters to train: DDP would wait for these forever."""
+    """Whether a loss leaves out parameters to train: DDP would wait for these forever.
+
+    What is behind a reentrant checkpoint cannot be seen, and DDP that looks for unused parameters
+    fails with one: it counts as used.
+    """
     found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -868,6 +872,8 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return False
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         # the graph may be deeper than Python's stack, so this is no recursion
@@ -893,10 +899,12 @@ def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
 FILE = "training.pt"
 """The name of the one file of a checkpoint."""
 
-VERSION = 2
+VERSION = 3
 
 ASKED = ("momentum", "weight_decay")
-"""Options of an optimizer that hold even if a checkpoint was made with others."""
+"""Options of an optimizer that hold even if a checkpoint was made with others.
+
+The momentum only without a schedule of the user's."""
 
 
 class Progress(NamedTuple):
@@ -932,6 +940,7 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
         "strategy": learner.strategy,
         "model": model,
         "best": best,
+        "optimizer_class": type(learner.optimizer).__name__,
         "optimizer": optimizer,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -999,6 +1008,12 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
             f" {learner.strategy!r}, which stores the optimizer's state differently. Use the same"
             " strategy."
         )
+    before, now = state["optimizer_class"], type(learner.optimizer).__name__
+    if before != now:
+        raise InvalidValueError(
+            f"{folder} was made with the optimizer {before}, but this training uses {now}. Use the"
+            " same optimizer, or start over."
+        )
     if learner.is_sharded:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -1007,14 +1022,16 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
         learner.module.load_state_dict(state["model"])
     _restore_rest(learner, state, folder)
     progress = Progress(**state["progress"])
-    before, now = state["steps_per_epoch"], learner.steps_per_epoch
     # other mini-batches, ranks or data: the same part of the epoch is done
-    return progress._replace(epoch_steps=progress.epoch_steps * now // before)
+    done = progress.epoch_steps * learner.steps_per_epoch // state["steps_per_epoch"]
+    return progress._replace(epoch_steps=done)
 
 
 def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
+    # the user's own schedule may move the momentum, as OneCycleLR does
+    names = ASKED if learner.scheduler is None else ("weight_decay",)
     asked = [
-        {name: group[name] for name in ASKED if name in group}
+        {name: group[name] for name in names if name in group}
         for group in learner.optimizer.param_groups
     ]
     try:

@@ -96,7 +96,8 @@ class TrainingOptions:
         shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the
             `DataLoader` does that is trained on; without one "every-epoch".
         seed: The seed of the first parameters (if `model` is a function), the order of the samples,
-            and the model's random numbers; at least 0.
+            and the model's random numbers; at least 0. With "threads" the generators are those of
+            the whole process: other trainings or draws at the same time change the numbers.
         checkpoint_every: Epochs between two checkpoints. None: 1 if `run_options` of `fit` has a
             `run_dir`, `keep_checkpoints` or `best_metric`; else none, except before a preemption.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every

@@ -526,6 +526,42 @@ def test_what_could_not_be_loaded_again_is_no_checkpoint(
     assert raised.value.result.checkpoint is None
 
 
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+def test_a_momentum_that_a_schedule_moves_goes_on(
+    alone: ParallelPool, tmp_path: Any, kind: str
+) -> None:
+    def schedule(optimizer: Any) -> Any:
+        if kind == "OneCycleLR":
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=12)
+        return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.02, step_size_up=3)
+
+    changes, kept = {"schedule": schedule}, RunOptions(run_dir=tmp_path)
+    fit(alone, run_options=kept, max_epochs=2, **changes)
+    rest = fit(alone, run_options=kept, max_epochs=4, **changes)
+    assert_same(rest.model, fit(alone, max_epochs=4, **changes).model)
+
+
+@pytest.mark.parametrize(("first", "second"), [("adam", "sgdm"), ("adamw", "adam")])
+def test_another_optimizer_than_a_checkpoint_was_made_with(
+    alone: ParallelPool, tmp_path: Any, first: str, second: str
+) -> None:
+    kept = RunOptions(run_dir=tmp_path)
+    fit(alone, run_options=kept, optimizer=first)
+    with pytest.raises(TrainingError, match="was made with the optimizer Adam"):
+        fit(alone, run_options=kept, optimizer=second, max_epochs=3)
+
+
+def test_floats_of_a_tensor_dataset_become_the_type_of_the_model(alone: ParallelPool) -> None:
+    """As those of any data set; whole numbers and other floats stay as they are."""
+    data = TensorDataset(torch.tensor(INPUTS), torch.tensor(TARGETS))
+    for each in (data, DataLoader(data, 12)):
+        run = alone.fit(lambda: nn.Linear(4, 1), each, mse_loss, options())
+        assert run.result(WAIT_S).model.weight.dtype == torch.float32
+    halves = TensorDataset(torch.tensor(INPUTS).half(), torch.tensor(TARGETS))
+    with pytest.raises(TrainingError, match="dtype"):
+        alone.fit(lambda: nn.Linear(4, 1), halves, mse_loss, options()).result(WAIT_S)
+
+
 def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog: Any) -> None:
     result = fit(pool, (np.full((50, 4), np.nan), TARGETS), checkpoint_every=1)
     assert result.ended_by == "loss is nan"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from raypool import ParallelPool, parpool
 from raypool.errors import InvalidValueError, TrainingError
@@ -228,6 +229,26 @@ class Partly(nn.Module):
 
 def test_parameters_that_are_not_used(pool: ParallelPool, data: Any) -> None:
     model = Partly().double()
+    result = pool.fit(model, data, mse_loss, options()).result(WAIT_S)
+    alone, _ = train_alone(
+        model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9)
+    )
+    assert_same_model(result.model, alone)
+
+
+class Recomputed(nn.Module):
+    """Its middle layer is computed again in the backward pass, which hides its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
+
+
+def test_layers_behind_a_reentrant_checkpoint(pool: ParallelPool, data: Any) -> None:
+    model = Recomputed().double()
     result = pool.fit(model, data, mse_loss, options()).result(WAIT_S)
     alone, _ = train_alone(
         model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9)
