@@ -318,7 +318,8 @@ def _from_tensors(dataset: Any, what: str) -> ArraySamples:
     def marked(column: Column) -> Column:
         return replace(column, is_array=column.values.dtype == np.float64)
 
-    samples = _from_pair(*dataset.tensors, what)
+    inputs, targets = dataset.tensors
+    samples = _from_pair(inputs, targets, what)
     return replace(samples, inputs=marked(samples.inputs), targets=marked(samples.targets))
 
 

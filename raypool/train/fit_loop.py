@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, add_note
 from raypool.task import current_task, forbidden
 from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
 from raypool.train.shares import Division, LearningRates, Share, share_of
@@ -39,6 +39,14 @@ from raypool.worker.running import note_here
 
 LOOK_S = 1.0  # each check waits for the device
 """The interval at which ranks check for machines about to go [s]."""
+
+LEFT_OUT = (
+    "On several workers each step needs all parameters, unless the first mini-batch leaves some"
+    " out. If the model leaves layers out now and then (LayerDrop, experts), give it a parameter"
+    " that it never uses, such as self.unused = torch.nn.Parameter(torch.zeros(())), or train on"
+    " one worker."
+)
+"""What to do where a step leaves out a parameter that DDP waits for."""
 
 LOST = "loss is nan"
 """The end of a training whose loss is NaN."""
@@ -179,7 +187,8 @@ class RankTraining:
         self._progress = self._progress._replace(epoch=done, epoch_steps=0)
         metrics = self._metrics(epoch)
         metrics["dropped_samples"] = self._job.division.dropped
-        loss, state = learner.take_epoch_loss(), None
+        loss: float | None = learner.take_epoch_loss()
+        state = None
         if self._tests is not None:
             loss = None
             if is_last or done % options.validation_frequency == 0:
@@ -405,6 +414,7 @@ class Learner:
         is_scaled = options.precision == "fp16"
         self.scaler = torch.amp.GradScaler(ranks.device.type) if is_scaled else None
         self._call: Any = None  # the wrapped model, once it is connected
+        self._awaited: list[tuple[str, nn.Parameter]] = []  # each step has to have their gradients
         self._weight: torch.Tensor | None = None  # of a loss, once its type is known
         self._factor: float | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -431,7 +441,7 @@ class Learner:
                 group["lr"] = rate * factor
         last = len(batches) - 1
         for number, batch in enumerate(batches):
-            with self._reduction(number == last and is_synchronized):
+            with self._reduction(number == last and is_synchronized), _explained():
                 if self._weight is None:
                     loss = self._first_loss_of(self._call, batch)
                     weight = self.ranks.size * self.share.weight / self._job.division.accumulate
@@ -442,6 +452,9 @@ class Learner:
                 scaled.backward(self._weight)
             self._loss_sum += loss.detach()
         self._num_losses += len(batches)
+        for name, parameter in self._awaited:
+            if parameter.grad is None:  # DDP has not added up the others either
+                raise InvalidValueError(f"A step has left out the parameter {name!r}. {LEFT_OUT}")
         self._update()
 
     def loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
@@ -523,6 +536,9 @@ class Learner:
                         buffer.copy_(buffers[name])
             is_unused = self.ranks.any(has_unused(loss, self.module))
             self._call = self._connected = connect(self.module, self.ranks, is_unused)
+            if not is_unused:
+                named = self.module.named_parameters()
+                self._awaited = [each for each in named if each[1].requires_grad]
         if self._options.compile:
             self._call = torch.compile(self._call)
 
@@ -556,6 +572,16 @@ class Learner:
                 self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters" in str(error):  # DDP's: nobody can pass that to `fit`
+            add_note(error, f"raypool: {LEFT_OUT}")
+        raise
 
 
 def check_module(module: Any) -> None:

@@ -236,6 +236,41 @@ def test_parameters_that_are_not_used(pool: ParallelPool, data: Any) -> None:
     assert_same_model(result.model, alone)
 
 
+class Sometimes(nn.Module):
+    """It leaves a layer out in one of its calls."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call = call
+        self.first, self.middle, self.last = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        x = self.first(x)
+        return self.last(x if self.calls == self.call else self.middle(x))
+
+
+def test_a_layer_that_is_left_out_now_and_then(pool: ParallelPool, data: Any) -> None:
+    """It is said, with what to do; even in the last step, which DDP does not notice."""
+    model: Any = Sometimes(3).double()
+    for changes in ({}, {"max_epochs": 1, "mini_batch_size": NUM_SAMPLES // 3}):
+        run = pool.fit(model, data, mse_loss, options(**changes))
+        with pytest.raises(TrainingError, match=r"left out the parameter 'middle.*never uses"):
+            run.result(WAIT_S)
+    # the second half of a step
+    run = pool.fit(Sometimes(4).double(), data, mse_loss, options(accumulate_steps=2))
+    with pytest.raises(TrainingError) as raised:
+        run.result(WAIT_S)
+    assert "never uses" in " ".join(raised.value.__cause__.__notes__)
+    model.unused = nn.Parameter(torch.zeros(()))
+    result = pool.fit(model, data, mse_loss, options()).result(WAIT_S)
+    alone, _ = train_alone(
+        model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9)
+    )
+    assert_same_model(result.model, alone)
+
+
 class Recomputed(nn.Module):
     """Its middle layer is computed again in the backward pass, which hides its parameters."""
 
