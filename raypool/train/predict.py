@@ -371,21 +371,21 @@ def _check_rows(outputs: Any, count: int) -> None:
         )
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Tensors that fit together, as one; `sizes`: their rows, None if they have no dimension."""
 
     tensor: torch.Tensor
     sizes: list[int] | None
 
 
-class Columns(NamedTuple):
+class PackedColumns(NamedTuple):
     """Tuples or dicts that are alike, entry by entry; `form`: see `_form`."""
 
     form: Any
     packs: list[Any]
 
 
-Pack = Rows | Columns | list[Any]
+Pack = PackedRows | PackedColumns | list[Any]
 """The outputs of some mini-batches, to travel; a list has one for each.
 
 To pickle a tensor takes as long as a small model does for a mini-batch.
@@ -399,18 +399,18 @@ def packed(outputs: Sequence[Any]) -> Pack:
         return list(outputs)
     if isinstance(first, torch.Tensor):
         if first.ndim == 0:
-            return Rows(torch.stack(list(outputs)), None)
-        return Rows(torch.cat(list(outputs)), [len(output) for output in outputs])
+            return PackedRows(torch.stack(list(outputs)), None)
+        return PackedRows(torch.cat(list(outputs)), [len(output) for output in outputs])
     entries = [tuple(each.values()) if isinstance(each, dict) else each for each in outputs]
-    return Columns(_form(first), [packed(column) for column in zip(*entries, strict=True)])
+    return PackedColumns(_form(first), [packed(column) for column in zip(*entries, strict=True)])
 
 
 def unpacked(pack: Pack) -> list[Any]:
     """Return the output of each mini-batch."""
-    if isinstance(pack, Rows):
+    if isinstance(pack, PackedRows):
         parts = pack.tensor.unbind() if pack.sizes is None else pack.tensor.split(pack.sizes)
         return [part.clone() for part in parts]  # a view would keep all of it in memory
-    if isinstance(pack, Columns):
+    if isinstance(pack, PackedColumns):
         columns = map(unpacked, pack.packs)
         return [_formed(pack.form, entries) for entries in zip(*columns, strict=True)]
     return pack
@@ -419,12 +419,12 @@ def unpacked(pack: Pack) -> list[Any]:
 def joined_packs(packs: Sequence[Pack]) -> Any:
     """Join the outputs of all mini-batches, whichever of them share a pack."""
     first = packs[0]
-    if isinstance(first, Columns) and all(
-        isinstance(pack, Columns) and pack.form == first.form for pack in packs
+    if isinstance(first, PackedColumns) and all(
+        isinstance(pack, PackedColumns) and pack.form == first.form for pack in packs
     ):
         columns = zip(*(pack.packs for pack in packs), strict=True)  # type: ignore[union-attr]
         return _formed(first.form, [joined_packs(column) for column in columns])
-    tensors = [pack.tensor for pack in packs if isinstance(pack, Rows)]
+    tensors = [pack.tensor for pack in packs if isinstance(pack, PackedRows)]
     if len(tensors) == len(packs) and len(set(map(_form, tensors))) == 1:
         return torch.cat(tensors)
     return joined([output for pack in packs for output in unpacked(pack)])
