@@ -941,7 +941,7 @@ def test_a_folder_of_another_search(pool: ParallelPool, tmp_path: Path) -> None:
         pool.search(len, space, num_trials=3, run_dir=tmp_path)
     for other, words in [
         ({**space, "epochs": 9}, "'epochs' was 3 there, and is 9 in this call"),
-        ({**space, "x": search.uniform(0, 2)}, r"'x' was Float.*high=1\.0.* and is .*high=2\.0"),
+        ({**space, "x": search.uniform(0, 2)}, r"'x' was uniform.*1\.0\) there, and is .*2\.0\)"),
         ({"x": space["x"]}, "'epochs' was 3 there, and is missing"),
     ]:
         with pytest.raises(JournalError, match=words):

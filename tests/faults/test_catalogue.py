@@ -180,7 +180,7 @@ def check(
             error.attempts,
             error.reason,
         )
-        for part in (what, "attempt 1", "Worker", "GPU", "profile='inline'"):
+        for part in (what, "attempt 1", "Worker", "GPU", "raypool replay"):
             assert part in str(error), str(error)
     elif expected is not SerializationError:
         assert isinstance(error.__cause__, RemoteTraceback)

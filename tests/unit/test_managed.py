@@ -187,7 +187,7 @@ def test_a_process_that_has_gone_is_a_lost_worker(attempt: Any) -> None:
 def test_who_has_taken_the_room_for_the_ranks_is_named(attempt: Any) -> None:
     error = attempt._error(ControllerError(WorkerGroupStartupTimeoutError(3)))
     assert isinstance(error, ResourceError)
-    assert "no room for the 3 ranks of mine" in str(error)
+    assert "could not start the 3 ranks of mine" in str(error)
     assert "Held by: a notebook (1 GPU)." in str(error)
     assert (error.requested, error.holders) == (3, ("a notebook (1 GPU)",))
 
