@@ -222,7 +222,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
     assert facts["begun"] == facts["resumed"] == [0, 1]
     assert facts["refused"]
     assert facts["values"] == [0, 1, 2, 3, 4]
-    assert "It ends after its running tasks." in words
+    assert "Running tasks may finish; then the pool ends." in words
 
 
 def test_where_the_node_of_the_script_goes_too_its_values_are_there_until_it_ends(

@@ -244,7 +244,7 @@ def test_fit_on_a_single_machine_goes_on_when_there_is_another(
     assert facts["steps"] == list(range(160)), "each step once"
     assert facts["same"]
     assert facts["watcher"] == 0
-    assert "It waits for other nodes." in words
+    assert "Queued tasks wait for other nodes." in words
 
 
 @pytest.mark.long
