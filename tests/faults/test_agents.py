@@ -154,7 +154,7 @@ def test_a_signal_for_a_worker_that_is_lost_just_then(
         of_pool._by_worker.pop(worker_id, None)  # another thread, just then
         return True
 
-    monkeypatch.setattr(agents, "is_up", is_up)
+    monkeypatch.setattr(of_pool, "_is_up", is_up)
     of_pool.signal(worker_id, 0, 0, Signal.CANCEL, lambda: None)
 
 

@@ -79,6 +79,18 @@ def test_two_chosen_gpus_and_nothing_on_the_third(gpus: SimulatedGpus) -> None:
                 assert gpus_of(rest) == [1]
 
 
+def test_chosen_gpus_while_there_are_not_cores_for_all(gpus: SimulatedGpus) -> None:
+    """The four cores suffice for the workers of two of the three GPUs, whichever these are."""
+    for chosen in ([2], [2, 1]):
+        resources = WorkerResources(cpus=2)
+        with parpool(gpus=chosen, resources=resources, inventory=gpus, quiet=True) as pool:
+            assert gpus_of(pool) == chosen
+            assert pool.parfeval_on_all(see).result(300) == [(gpu, str(gpu)) for gpu in chosen]
+    resources = WorkerResources(cpus=3)
+    with pytest.raises(ResourceError, match=r"GPU \d: free, but the rest .* \(1 GPU, 3 CPU\)"):
+        parpool(gpus=[0, 2], resources=resources, start_timeout_s=5, inventory=gpus, quiet=True)
+
+
 @pytest.mark.long
 def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None:
     """Scenario 2: N different devices, by UUID; and two pools never share one."""

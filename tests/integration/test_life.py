@@ -402,6 +402,53 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
     assert "Started" not in done.stderr
 
 
+def test_a_cluster_that_is_left_and_joined_again_under_a_pool(head: Any, run_python: Any) -> None:
+    """The pool's workers are gone, and nothing waits for answers over the new connection."""
+    done = run_python(
+        f"""
+    import threading, time
+    import ray
+    from raypool import PoolBrokenError, PoolClosedError, WorkerLostError, WorkerResources, parpool
+
+    def join():
+        ray.init({head.address!r}, log_to_driver=False, logging_level="ERROR")
+
+    def ask_store():
+        try:
+            pool.store.wait("never", 600)
+        except PoolClosedError:
+            told.append("closed")
+
+    told = []
+    cpus = WorkerResources(cpus=0.5)
+    join()
+    pool = parpool(1, quiet=True, resources=cpus)
+    future = pool.submit(time.sleep, 600)
+    pool.submit(abs, -1)
+    asking = threading.Thread(target=ask_store)
+    asking.start()
+    ray.shutdown()
+    join()
+    print(future.exception(300))
+    try:
+        pool.submit(abs, -1).result(300)
+    except PoolBrokenError as error:
+        print(error)
+    asking.join(300)
+    assert told == ["closed"]
+    pool.delete()
+    with parpool(1, quiet=True, resources=cpus) as pool:
+        assert pool.submit(abs, -1).result(300) == 1
+    assert ray.is_initialized()
+    """,
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(head.token_file),
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # else it looks for the head at another address
+    )
+    assert "Ray was shut down while the pool was open" in done.stdout
+    assert "bug in raypool" not in done.stderr
+
+
 def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended
     and it has not said so yet.

@@ -47,7 +47,7 @@ def test_the_last_messages_come_although_an_agent_was_replaced(
         made.append(FakeAgent())
         return made[-1]
 
-    def kill(killed: Any, *_: Any) -> None:
+    def kill(_: Agents, killed: Any) -> None:
         told.extend(killed)
         is_waiting.set()
 
@@ -67,12 +67,11 @@ def test_the_last_messages_come_although_an_agent_was_replaced(
         "client",
         SimpleNamespace(is_far=bool, home_node=lambda: "01" * 28, driver_process=bool),
     )
-    monkeypatch.setattr(module, "is_up", lambda: True)
-    monkeypatch.setattr(module, "kill", kill)
+    monkeypatch.setattr(Agents, "kill", kill)
     monkeypatch.setattr(module, "when_done", when_done)
     monkeypatch.setattr(module, "FINISH_TIMEOUT_S", 300.0)
     hub = SimpleNamespace(deliver=lambda *message: told.append(message))
-    agents = Agents(hub, 0.0, lambda _: False, None)  # type: ignore[arg-type]
+    agents = Agents(hub, 0.0, lambda _: False, None, lambda: True)  # type: ignore[arg-type]
     agents._silent = Silent(is_waiting.set)
 
     assert agents.home() is made[0]

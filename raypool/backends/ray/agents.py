@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 import ray
 
 from raypool.backends.ray import client, fork_server, mps
-from raypool.backends.ray.calls import answered, aside, ask, later, on_node, when_done
+from raypool.backends.ray.calls import answer_to, answered, aside, later, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent, Usage
 from raypool.backends.ray.nodes import LOOK_S
 from raypool.backends.ray.packing import snapshot
-from raypool.backends.ray.session import is_up
 from raypool.backends.ray.worker import Introduction
 from raypool.channel.exchange import POOL_ENDED
 from raypool.channel.hub import Hub
@@ -94,13 +93,20 @@ class Agents:
         cancel_grace_s: How long a cancelled task has to end [s].
         stays: Whether a node is alive, and not about to go.
         inventory: The GPUs of a machine.
+        is_up: Whether the pool's Ray is there.
     """
 
     def __init__(
-        self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory
+        self,
+        hub: Hub,
+        cancel_grace_s: float,
+        stays: Callable[[str], bool],
+        inventory: Inventory,
+        is_up: Callable[[], bool],
     ) -> None:
         self._hub = hub
         self._stays = stays
+        self._is_up = is_up
         self.is_far = client.is_far()
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
@@ -137,7 +143,7 @@ class Agents:
             try:
                 chore()
             except Exception:  # the other chores are not to suffer
-                if is_up():
+                if self._is_up():
                     logger.exception("This is a bug in raypool; the pool continues.")
 
     def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
@@ -227,7 +233,7 @@ class Agents:
         asked = {}
         for node_id in workers:
             agent = self._agents.get(node_id)
-            if agent is not None and is_up():
+            if agent is not None and self._is_up():
                 asked[node_id] = agent.devices.remote()
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
@@ -250,7 +256,7 @@ class Agents:
         self, node_id: str, workers: Sequence[WorkerInfo], take: Callable[[NodeGpus], object]
     ) -> None:
         agent = self._agents.get(node_id)
-        if agent is None or not is_up():
+        if agent is None or not self._is_up():
             return
         # a node that has not answered is not asked again: its answer is for all who wait
         waiting = self._waiting_for_gpus.setdefault(node_id, [])
@@ -269,7 +275,7 @@ class Agents:
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:
-            if self._is_closed or not is_up():  # asking anything of it would start a new one
+            if self._is_closed or not self._is_up():  # asking anything of it would start a new one
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
@@ -319,10 +325,10 @@ class Agents:
             PoolClosedError: The pool was shut down.
             WorkerLostError: The agent has died.
         """
-        if self._is_closed or os.getpid() != self._pid or not is_up():
+        if self._is_closed or os.getpid() != self._pid or not self._is_up():
             raise PoolClosedError(POOL_ENDED)
         try:
-            return ask(self.home(), method, *args)
+            return answer_to(self.home().exchange.remote(method, *args), self._is_up)
         except WorkerLostError:
             if self._is_closed:
                 raise PoolClosedError(POOL_ENDED) from None
@@ -348,7 +354,7 @@ class Agents:
             return
 
         def answer(ticket: int, outcome: str) -> None:
-            if not self._is_closed and is_up():
+            if not self._is_closed and self._is_up():
                 agent.exchange.remote("answer", ticket, outcome)
 
         # in this thread: Ctrl-C in that of a reader would leave the worker without an answer
@@ -382,7 +388,7 @@ class Agents:
 
     def _attach_again(self, node_id: str) -> None:
         # no actor can start on a node that has gone, or is about to go
-        if not is_up() or self._is_closed or not self._stays(node_id):
+        if not self._is_up() or self._is_closed or not self._stays(node_id):
             return
         logger.warning(
             "The agent of a node died and was replaced. Values in pool.store may be lost."
@@ -397,7 +403,7 @@ class Agents:
         self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore
     ) -> None:
         """Pass on a wish; `on_stuck` is called if a canceled task still runs after the grace."""
-        if not is_up():  # asking anything of it would start a new one
+        if not self._is_up():  # asking anything of it would start a new one
             return
         agent, watched = self._by_worker.get(worker_id, (None, None))
         if agent is None:
@@ -421,7 +427,7 @@ class Agents:
         """Kill the rest of a worker, children too; then `then` is called, in some thread."""
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
-        if not is_up():
+        if not self._is_up():
             self._outlived.append(watched)
             then()
             return
@@ -429,7 +435,7 @@ class Agents:
         for other in list(self._agents.values()):
             other.exchange.remote("forget", worker_id)
         if agent is None:
-            aside(functools.partial(kill, [actor], then))
+            aside(functools.partial(self.kill, [actor], then))
             return
 
         def ended(answer: Any) -> None:
@@ -438,7 +444,7 @@ class Agents:
                 return
             # a silent agent is killed, so that another takes its place; else it has gone itself
             late = [agent] if isinstance(answer, TimeoutError) else []
-            aside(functools.partial(kill, [*late, actor], then))
+            aside(functools.partial(self.kill, [*late, actor], then))
 
         self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), ended)
 
@@ -462,21 +468,20 @@ class Agents:
             agents = list(self._agents.values())
             self._agents.clear()
         try:
-            if is_up():
+            if self._is_up():
                 for agent in agents:
                     agent.finish.remote()
                 deadline = time.monotonic() + FINISH_TIMEOUT_S
                 for _ in agents:  # all, before one is killed: any of them may be the first
                     self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
-                kill(agents)
+                self.kill(agents)
         finally:
             self._chores.put(None)
 
-
-def kill(actors: Sequence[Any], then: Chore = lambda: None) -> None:
-    """Kill actors, as far as Ray is still there; then call `then`."""
-    for actor in actors:
-        with contextlib.suppress(Exception):  # Ray may have died meanwhile
-            if is_up():
-                ray.kill(actor)
-    then()
+    def kill(self, actors: Sequence[Any], then: Chore = lambda: None) -> None:
+        """Kill actors, as far as Ray is still there; then call `then`."""
+        for actor in actors:
+            with contextlib.suppress(Exception):  # Ray may have died meanwhile
+                if self._is_up():
+                    ray.kill(actor)
+        then()

@@ -23,7 +23,7 @@ import ray
 
 from raypool.backends.base import Post
 from raypool.backends.ray import client, packing
-from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit, kill
+from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
 from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text, when_done
 from raypool.backends.ray.card_sharing import SharedGpus
 from raypool.backends.ray.claims import Claim, locate
@@ -101,6 +101,9 @@ class RayBackend:
         self._hub = hub
         self._traffic = traffic
         hub.on_early = self._on_early
+        # the user may shut it down, and join another Ray or the same one again
+        self._joined = connection()
+        self._is_up = functools.partial(is_up, self._joined)
         map_again()
         send_script_by_value()
         self._placement = Placement(profile)
@@ -111,7 +114,9 @@ class RayBackend:
         self._replacing = threading.Lock()
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
-        self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
+        self._agents = Agents(
+            hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory, self._is_up
+        )
         add_source(self._agents)
         self.devices, self.gpu_readings = self._agents.devices, self._agents.gpu_readings
         self._cards: SharedGpus | None = None
@@ -133,7 +138,6 @@ class RayBackend:
         self._retiring: dict[int, tuple[Any, Chore]] = {}
         self._retired = threading.Condition()  # notified when one has ended
         self._nodes.start()
-        self._joined = connection()
         self._is_outside = is_outside()
         self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
@@ -212,7 +216,7 @@ class RayBackend:
             self._cards.left(place, slot.claim, is_lost=is_lost)
 
         def give_back() -> None:
-            if left is not None and is_up():
+            if left is not None and self._is_up():
                 aside(functools.partial(self._placement.give_back, left))
 
         self._retire(slot, give_back)
@@ -226,7 +230,7 @@ class RayBackend:
                 lambda: all(slot.worker_id not in self._retiring for slot in slots),
                 WIND_UP_TIMEOUT_S + END_TIMEOUT_S,
             )
-        if is_up():
+        if self._is_up():
             self._placement.lend([slot.claim for slot in slots])
 
     def take_back(self, workers: Sequence[WorkerInfo]) -> dict[int, str]:
@@ -258,7 +262,7 @@ class RayBackend:
             is_free = slot.is_idle and not slot.is_ending
             self._by_worker.pop(worker_id, None)
             slot.actor = None
-        if actor is None or not is_up():
+        if actor is None or not self._is_up():
             then()
             return
         self._retiring[worker_id] = actor, then
@@ -288,7 +292,7 @@ class RayBackend:
         """Start an actor in a place; it is ready once it has introduced itself."""
         slot = self._slots[place]
         self._retire(slot)
-        if not is_up():  # asking Ray anything would start a new one
+        if not self._is_up():  # asking Ray anything would start a new one
             self._post(WorkerLost(worker_id, LossReason.START), self._ending)
             return
         demand = slot.claim.demand
@@ -404,6 +408,9 @@ class RayBackend:
     ) -> None:
         """Call the actor."""
         slot = self._by_worker[worker_id]
+        if not self._is_up():
+            self._lose(worker_id, LossReason.NODE, self._ending)
+            return
         if slot.is_dead():
             self._lose(worker_id, LossReason.EXIT, DIED_IDLE, was_idle=slot.is_idle)
             return
@@ -471,7 +478,9 @@ class RayBackend:
         """Notice dead idle workers, and an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
             silent_s = self._nodes.silent_s(WATCH_S)
-            cut_off = why_cut_off(silent_s, self._nodes.is_adrift, self._is_outside)
+            cut_off = None
+            if not ray.is_initialized() or connection() is self._joined:
+                cut_off = why_cut_off(silent_s, self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
                 self._let_go(cut_off)
             if self._closed.is_set():
@@ -483,7 +492,7 @@ class RayBackend:
 
     def _let_go(self, cut_off: CutOff) -> None:
         """Leave a Ray that no longer answers: any call to it would hang."""
-        if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
+        if self._ending != RAY_ENDED or (self._closed.is_set() and not self._is_up()):
             return  # it is known
         self._ending = cut_off.why
         logger.error("%s; the pool is closed.", cut_off.why)
@@ -493,7 +502,7 @@ class RayBackend:
         give_up_ray(bring_home if cut_off.has_values else None)
 
     def _look_after(self, worker_id: int, slot: Slot) -> None:
-        if not is_up():
+        if not self._is_up():
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not slot.calls and slot.actor is not None and slot.is_dead():
             self._lose(worker_id, LossReason.EXIT, DIED_IDLE, was_idle=True)
@@ -576,10 +585,10 @@ class RayBackend:
             with self._retired:
                 limit_s = WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S
                 self._retired.wait_for(lambda: not self._retiring, limit_s)
-            if is_up():
+            if self._is_up():
                 # their node's agent answers nobody
                 for actor, then in list(self._retiring.values()):
-                    kill([actor], then)
+                    self._agents.kill([actor], then)
                 self._placement.close(CLOSE_TIMEOUT_S)
 
 
@@ -657,7 +666,7 @@ class Slot:
 
     def is_dead(self) -> bool:
         """Whether the worker is known to be dead, so that a call to it would never begin."""
-        if not is_up() or self.actor is None:
+        if self.actor is None:
             return True
         if self.pulse is not None and self.pulse.has_ended:
             return True  # Ray hears of it some tenths of a second later

@@ -77,13 +77,8 @@ def answered(ref: Any) -> Any:
         return None
 
 
-def ask(agent: Any, method: str, *args: Any) -> Any:
-    """Call a method of the exchange in an agent, and wait for its answer; see `answer_to`."""
-    return answer_to(agent.exchange.remote(method, *args))
-
-
-def answer_to(ref: Any) -> Any:
-    """Wait for the answer of an agent.
+def answer_to(ref: Any, is_up: Callable[[], bool] = ray.is_initialized) -> Any:
+    """Wait for the answer of an agent, as long as `is_up` says that Ray is there.
 
     Raises:
         WorkerLostError: The agent's process has died. The pool starts another one.
@@ -96,12 +91,12 @@ def answer_to(ref: Any) -> Any:
         try:
             answer = answers.get(timeout=LOOK_AGAIN_S)
         except queue.Empty:
-            if not ray.is_initialized():
+            if not is_up():
                 raise PoolClosedError(POOL_ENDED) from None
             continue
         if isinstance(answer, rx.RayTaskError):
             raise answer.as_instanceof_cause()
-        if isinstance(answer, rx.RayActorError) and ray.is_initialized():
+        if isinstance(answer, rx.RayActorError) and is_up():
             raise WorkerLostError(
                 "The pool's agent, through which its processes meet and share values, was lost:"
                 f" {loss_text(answer)}. It is replaced, but the values in pool.store are lost. Run"

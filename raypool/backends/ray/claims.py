@@ -7,6 +7,7 @@ whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -376,6 +377,9 @@ class Choice:
 
     def __init__(self, demand: Demand, meant: Sequence[Spot], survey: Survey) -> None:
         self._demand = demand
+        # first without the rest, of which there may be too little for all GPUs of a node
+        bare = {"GPU": demand.bundle["GPU"]}
+        self._bare = demand if demand.bundle == bare else dataclasses.replace(demand, bundle=bare)
         self._meant = meant
         self._survey = survey
         nodes = {spot.node_id for spot in meant}
@@ -529,9 +533,7 @@ class Choice:
         try:
             for node_id in self._nodes:
                 held = sum(spot.node_id == node_id for spot in self._found)
-                claims += (
-                    request(self._demand, node_id) for _ in range(self._total(node_id) - held)
-                )
+                claims += (request(self._bare, node_id) for _ in range(self._total(node_id) - held))
             while claims:
                 there = [claim for claim in claims if is_ready(claim)]
                 self._survey.look(there)
@@ -563,7 +565,11 @@ class Choice:
             return
         self._crowd.pop(spot, None)
         claims.remove(claim)
-        self._found[spot] = claim
+        if claim.demand is self._demand:
+            self._found[spot] = claim
+        else:  # of this node's GPUs only those that are wanted are free now: the next gets one
+            claim.release()
+            claims.append(request(self._demand, claim.node_id))
 
     # --- shortages --------------------------------------------------------------------------------
 
@@ -584,6 +590,8 @@ class Choice:
         if not missing:
             return shortages.all_crowded(asked, found, words)
         free = [self._name(spot) for spot in sorted(self._seen)]
+        if missing and set(missing) <= self._seen and self._bare is not self._demand:
+            return shortages.too_little_beside(names, self._demand, asked, found)
         return shortages.in_use(names, free, asked, found, words)
 
     def _name(self, spot: Spot) -> str:

@@ -150,7 +150,7 @@ _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 # the connection that raypool has made; unique, so that no other is taken for it
-_ours: str | None = None
+_ours: object = None
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
 _allocation: Allocation | None = None  # the nodes of our connection, if Slurm gave them
 _is_given_up = False  # Ray no longer answers: a question to it would hang
@@ -320,19 +320,12 @@ _has_forked = False
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def connection() -> str:
-    """Return an id of this process's connection to Ray, without asking the cluster."""
-    import ray
-
-    client = _client()
-    if client is not None:
-        return str(client._client_id)  # private, checked on Ray 2.60
-    context = ray.get_runtime_context()
-    # the id of a driver alone is the same in each new local Ray
-    return f"{context.get_worker_id()} on {context.get_node_id()}"
+def connection() -> object:
+    """Return what stands for this process's connection to Ray: each `ray.init` makes another."""
+    return _client() or ray_private.worker.global_worker.node
 
 
-def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> None:
+def leave_ray(before_end: Callable[[bool], None], joined: object = None) -> None:
     """End Ray if it was started here and nobody uses it any more.
 
     Args:
@@ -342,7 +335,7 @@ def leave_ray(before_end: Callable[[bool], None], joined: str | None = None) -> 
     """
     global _users
     with _lock:
-        if joined is not None and (not _is_initialized() or joined != connection()):
+        if joined is not None and (not _is_initialized() or joined is not connection()):
             if not _is_initialized():
                 _release_allocation()
                 _remove_files()
@@ -412,9 +405,9 @@ def give_up_ray(before_end: Callable[[bool], None] | None) -> None:
         _lock.notify_all()
 
 
-def is_up() -> bool:
-    """Whether this process is connected to a Ray that, as far as is known, answers."""
-    return _is_initialized() and not _is_given_up
+def is_up(joined: object) -> bool:
+    """Whether this `connection` still exists, and its Ray answers as far as is known."""
+    return _is_initialized() and not _is_given_up and connection() is joined
 
 
 def _within(limit_s: float, chore: Callable[[], object]) -> threading.Thread:
@@ -507,7 +500,7 @@ def _make_files() -> tuple[Path, int]:
 
 def is_ours() -> bool:
     """Whether raypool has made this process's connection to Ray."""
-    return _is_initialized() and _ours == connection()
+    return _is_initialized() and _ours is connection()
 
 
 def _prepare(profile: Profile, address: str | None) -> None:

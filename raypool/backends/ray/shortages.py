@@ -335,6 +335,22 @@ def in_use(
     )
 
 
+def too_little_beside(
+    free: Sequence[str], demand: Demand, requested: int, available: int
+) -> ResourceError:
+    """Return the error for chosen GPUs that are free, while other needs of a worker are not met."""
+    needs = ", ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
+    names = holders()
+    return ResourceError(
+        f"GPU {', '.join(free)}: free, but the rest of what a worker needs ({needs}) is not;"
+        f" requested {requested}, available {available}. {held_by(names)} Request less for each"
+        " worker: resources=WorkerResources(...).",
+        requested=requested,
+        available=available,
+        holders=names,
+    )
+
+
 def no_such_gpus(
     missing: Sequence[int], known: Sequence[int], total: int, machine: str | None
 ) -> ResourceError:

@@ -29,7 +29,7 @@ import psutil
 import ray
 
 from raypool.backends.ray import fork_client, mps
-from raypool.backends.ray.calls import answer_to, ask, given_gpus
+from raypool.backends.ray.calls import answer_to, given_gpus
 from raypool.backends.ray.node_agent import WorkerProcess
 from raypool.backends.ray.packing import (
     Fetched,
@@ -552,7 +552,7 @@ class WorkerLink:
         """
         home = self._home
         try:
-            return ask(home, method, *args)
+            return answer_to(home.exchange.remote(method, *args))
         except WorkerLostError:
             if self._home is home:  # else another thread has found the next
                 self._find_next_home()  # what is tried again at once is to find it
