@@ -570,7 +570,8 @@ def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
     )
     if words:
         raise CloudError(
-            f"A job needs the same versions on both sides, but has {words}. Install the same ones."
+            "A job needs the same versions on the cluster and on this machine, but has"
+            f" {words}. Install matching versions."
         )
     try:
         return pickle.loads(body)  # type: ignore[no-any-return]

@@ -561,7 +561,7 @@ def did_you_mean(given: str, known: Iterable[str], places: Mapping[str, Iterable
         >>> did_you_mean("retries", ["seed"], {"pool.options": ["retries"]})
         ' Did you mean pool.options(retries=...)?'
         >>> did_you_mean("x", ["retries", "timeout_s"])
-        ' There are: retries, timeout_s.'
+        ' Choose from: retries, timeout_s.'
         >>> did_you_mean("autodelete", ["autoDelete"])
         ' Did you mean autoDelete?'
     """
@@ -580,7 +580,7 @@ def did_you_mean(given: str, known: Iterable[str], places: Mapping[str, Iterable
     near += [f"{there[name]}({name}=...)" for name in elsewhere[:1]]
     if near:
         return f" Did you mean {' or '.join(near)}?"
-    return f" There are: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
+    return f" Choose from: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
 
 
 def attribute_hint(name: str) -> str:
@@ -588,15 +588,15 @@ def attribute_hint(name: str) -> str:
 
     Example:
         >>> attribute_hint("fetchNext")
-        ' In raypool it is fetch_next(fs).'
+        ' In raypool, use fetch_next(fs).'
     """
     from raypool.equivalents import MATLAB, METHODS
 
     here = MATLAB.get(name) or METHODS.get(name)
     if here is None:
         return ""
-    where = ", in a function that pool.spmd calls" if here.startswith("context") else ""
-    return f" In raypool it is {here}{where}."
+    where = " in a function that pool.spmd calls" if here.startswith("context") else ""
+    return f" In raypool, use {here}{where}."
 
 
 def no_such_attribute(self: object, name: str) -> Any:
@@ -661,11 +661,11 @@ def _wrong_call(
             }
             return f"{title}() has no argument {name!r}.{did_you_mean(name, parameters, near)}"
     by_position = [name for name, each in parameters.items() if each.kind < each.VAR_POSITIONAL]
-    rest = ", the others by name" if len(by_position) < len(parameters) else ""
+    rest = "; pass the others by name" if len(by_position) < len(parameters) else ""
     fact = (
-        f"It takes {', '.join(by_position)} by position{rest}."
+        f"Positional arguments: {', '.join(by_position)}{rest}."
         if by_position
-        else "It takes arguments by name only."
+        else "Pass all arguments by name."
     )
     if any(isinstance(each, Executor) for each in args[1:]):
         fact = POOL_FIRST

@@ -889,7 +889,12 @@ def fetch_next(
         with _reading:
             unread = [future for future in checked if not future.read]
             if not unread:
-                raise InvalidValueError("fetch_next() got no unread future.")
+                raise InvalidValueError(
+                    "fetch_next() has nothing to return: every future in the list was already read"
+                    " by fetch_next() or fetch_outputs()."
+                    if checked
+                    else "fetch_next() has nothing to return: the list of futures is empty."
+                )
             # `done`, without its lock
             ended = [future for future in unread if future._state in ENDED]
             if ended:

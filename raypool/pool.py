@@ -183,7 +183,9 @@ class PoolView(concurrent.futures.Executor):
         known = Options.__slots__
         for name in changes:
             if name not in known:
-                raise InvalidTypeError(f"There is no option {name}.{did_you_mean(name, known)}")
+                raise InvalidTypeError(
+                    f"options() has no argument {name!r}.{did_you_mean(name, known)}"
+                )
         return PoolView(self._engine, replace(self._options, **changes), pool=self)
 
     def __reduce__(self) -> Any:
@@ -198,9 +200,9 @@ class PoolView(concurrent.futures.Executor):
         self._check_open()
         if self._places is not None and not self._numbers():
             raise ResourceError(
-                "This part of the pool has no workers: requested 1, available 0. No worker fitted"
-                " when it was made, or the pool has become smaller since; use the pool itself, or"
-                " its other part.",
+                "This part of the pool has no workers: requested 1, available 0. partition() found"
+                " none for it, or they were lost or removed since. Use the whole pool, or the other"
+                " part.",
                 requested=1,
                 available=0,
                 holders=(),
@@ -1950,10 +1952,13 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
         )
     if isinstance(num_workers, (tuple, list)):
         if len(num_workers) != 2:
-            raise InvalidValueError(f"{name}={num_workers!r} is not a pair (least, most).")
+            raise InvalidValueError(f"{name}={num_workers!r} is not a pair (minimum, maximum).")
         least, most = (checked_count(name, value, least=1) for value in num_workers)
         if least > most:
-            raise InvalidValueError(f"{name}={num_workers!r}: the least is more than the most.")
+            raise InvalidValueError(
+                f"{name}={num_workers!r}: the minimum is more than the maximum. Pass"
+                f" ({most}, {least})."
+            )
         return least, most
     number = checked_count(name, num_workers, least=1)
     return number, number

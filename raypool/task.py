@@ -429,21 +429,17 @@ def _check_loads(spare: Path, file: Path) -> None:
         torch.load(spare, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise InvalidTypeError(
-            f"The checkpoint {file} was not saved: it could not be loaded again, because loading"
-            f" runs no code ({forbidden(error)}). Save tensors, numbers and strings, in lists and"
-            " dicts: float(x) for a NumPy number, torch.from_numpy(x) for an array, state_dict()"
-            " for a model."
+            f"The checkpoint {file} was not saved: it contains an object ({forbidden(error)}) that"
+            " load_checkpoint refuses, because loading it could run code. Save only tensors,"
+            " numbers and strings, in lists and dicts: float(x) for a NumPy number,"
+            " torch.from_numpy(x) for an array, state_dict() for a model."
         ) from error
 
 
 def forbidden(error: Exception) -> str:
     """Return the name of the object that torch refuses to load for safety."""
     words = str(error).split()
-    return (
-        words[words.index("GLOBAL") + 1].strip(".,")
-        if "GLOBAL" in words
-        else "of a type that torch does not name"
-    )
+    return words[words.index("GLOBAL") + 1].strip(".,") if "GLOBAL" in words else "of unknown type"
 
 
 # --- metrics on the GPU ---------------------------------------------------------------------------

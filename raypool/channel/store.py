@@ -204,8 +204,8 @@ class ValueStore:
                     listener.call(self, key)
             if not listener.is_removed:
                 logger.warning(
-                    "A listener of a store is too slow: too many changes wait for it. It gets no"
-                    " more of them."
+                    "A listener of pool.store was removed, because it handles changes more slowly"
+                    " than they arrive. Do less in it, or add it again."
                 )
 
     def _unwatch(self, number: int) -> None:

@@ -82,7 +82,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
             echo(tables.where(known, gpu))
 
 
-@cluster.command()
+@cluster.command(short_help="Write a cluster file, or a job file for Slurm.")
 @click.option(
     "--provider", type=click.Choice(PROVIDERS), required=True, help="Provider of the machines."
 )
@@ -274,7 +274,7 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
     return shlex.join(words)
 
 
-@cluster.command()
+@cluster.command(short_help="Check cluster and job files before anything is billed.")
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
@@ -324,7 +324,7 @@ FILE = click.argument(
 )
 
 
-@cluster.command()
+@cluster.command(short_help="Add a token and safe defaults to a cluster file.")
 @FILE
 def harden(file: Path) -> None:
     """Secure FILE (default: cluster.yaml), which may be any file for Ray's launcher.
@@ -347,7 +347,7 @@ def harden(file: Path) -> None:
     echo("\n".join(changes) or f"{file}: nothing to change.")
 
 
-@cluster.command()
+@cluster.command(short_help="Start a cluster, or update a running one.")
 @FILE
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @TRUST
@@ -376,7 +376,7 @@ def up(file: Path, yes: bool, trust: bool) -> None:
     )
 
 
-@cluster.command()
+@cluster.command(short_help="Show the machines of a cluster and the resources in use.")
 @FILE
 def status(file: Path) -> None:
     """Show the machines of the cluster defined in FILE (default: cluster.yaml), those that are
@@ -388,7 +388,7 @@ def status(file: Path) -> None:
         echo(launcher.status(file).strip())
 
 
-@cluster.command()
+@cluster.command(short_help="Shut down a cluster and everything that runs there.")
 @FILE
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def down(file: Path, yes: bool) -> None:
@@ -407,7 +407,7 @@ def down(file: Path, yes: bool) -> None:
         launcher.down(file)
 
 
-@cluster.command()
+@cluster.command(short_help="Open a tunnel to a cluster.")
 @FILE
 @click.option("--name", default="raypool", show_default=True, help="Name of the profile.")
 def connect(file: Path, name: str) -> None:

@@ -95,7 +95,9 @@ def submit(
     follow: bool,
     **cluster: Any,
 ) -> None:
-    """Submit COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
+    """Submit COMMAND as a job on a cluster.
+
+    Example: raypool job submit --working-dir . -- python train.py --lr 0.1
 
     Everything after -- is passed on unchanged. Prints the job's id and, without --no-wait, its
     output, and exits with its exit code. Ctrl-C only stops watching: the job keeps running.

@@ -165,7 +165,7 @@ def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a saved run again, in this process.
 
     ITEM is an item's number in the table of `raypool show RUN_DIR`, or its key: the name of its
-    folder in RUN_DIR/items, or the beginning of that name. Only digits: an item number. The
+    folder in RUN_DIR/items, or the beginning of that name. Digits alone are a number. The
     function is imported by name, with its current code; a script must open its pool below
     `if __name__ == "__main__":`. Nothing in RUN_DIR changes. Prints the return value (exit status
     0), or the traceback of the exception (exit status 1).

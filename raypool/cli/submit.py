@@ -124,7 +124,7 @@ def _with_settings(command: Any) -> Any:
     return command
 
 
-@click.command(cls=Passing)
+@click.command(cls=Passing, short_help="Run a training job from its config.yaml on a new cluster.")
 @click.argument("script", metavar="[MODULE_OR_SCRIPT]", required=False)
 @click.option(
     "--config",

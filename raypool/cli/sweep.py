@@ -378,9 +378,8 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     """Show the table of a saved run, which may still be running.
 
     RUN_DIR is the folder given to `raypool sweep`, parfor, train or fit. The table of a training
-    has its reports up to the last checkpoint. On a terminal the table has 50 rows by default (--top
-    changes that), and the columns that fit. Pipes, files and JSON have all columns, files and JSON
-    also all rows.
+    has its reports up to the last checkpoint. Prints up to 50 rows (--top changes that), on a
+    terminal only with the columns that fit. --csv, --parquet and --json write all rows and columns.
     """
     from raypool.results import collector_paused, ranked
     from raypool.views import tables
@@ -471,11 +470,11 @@ def _show_provenance(run_dir: Path, options: dict[str, Any]) -> None:
     " experiment, the project of W&B or Trackio, or the URL of Optuna's storage"
     " (sqlite:///study.db).",
 )
-@click.option("--metric", help="Optuna's study: the score, such as loss or accuracy.")
+@click.option("--metric", help="With --to optuna: name of the score, such as loss or accuracy.")
 @click.option(
     "--mode",
     type=click.Choice(["max", "min"]),
-    help="Whether a higher or a lower score is better.  [default: as its name says]",
+    help="Whether a higher or a lower score is better.  [default: inferred from --metric]",
 )
 def export(run_dir: Path, target: str, place: str, **score: Any) -> None:
     """Write a saved run, which may still be running, for another tool.
@@ -488,7 +487,7 @@ def export(run_dir: Path, target: str, place: str, **score: Any) -> None:
     from raypool.journal.reading import load_results
 
     if (target == "optuna") != (score["metric"] is not None):
-        raise click.UsageError("--to optuna needs --metric, and nothing else takes it.")
+        raise click.UsageError("--metric is required with --to optuna, and not allowed otherwise.")
     with errors_said():
         if target in ("csv", "parquet"):
             _write(_table_of(run_dir, is_failed=False), target, place)
@@ -528,7 +527,10 @@ def _table_of(run_dir: Path, is_failed: bool) -> pd.DataFrame:
         echo(f"{len(results):,} trials: {trials.summary}", err=True)
         return results.to_frame()
     if is_failed:
-        raise InvalidValueError(f"{run_dir} is a training, whose reports do not fail.")
+        raise InvalidValueError(
+            f"{run_dir} is a training, and --failed shows failed items of sweeps and searches."
+            " Leave it out to see the training's reports."
+        )
     return reports_of(run_dir)
 
 
@@ -585,9 +587,9 @@ def report(run_dir: Path, out: Path) -> None:
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
-    help="Port of the page; if it is in use, another is taken.  [default: any free one]",
+    help="Port of the page; if it is in use, a free one is used instead.  [default: any free one]",
 )
-@click.option("--read-only", "is_read_only", is_flag=True, help="Allow no actions and no notes.")
+@click.option("--read-only", "is_read_only", is_flag=True, help="Disable actions and notes.")
 @click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
 def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -> None:
     """Show a saved run, or all runs below a folder, on a live page.
@@ -619,12 +621,12 @@ def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -
     try:
         listener = watch_page.listen(port or 0)
     except OSError as error:
-        echo(f"Port {port} cannot be used: {error.strerror}. Another is taken.", err=True)
+        echo(f"Port {port} cannot be used: {error.strerror}. Using another one.", err=True)
         listener = watch_page.listen()
     token = secrets.token_urlsafe(32)
     url = watch_page.url_of(listener, token)
     server = WatchServer(listener, RunsFolder(folder, first == folder, is_read_only), token)
-    echo(f"{watch_page.announcement(url)}\nCtrl-C ends it; the runs go on.")
+    echo(f"{watch_page.announcement(url)}\nCtrl-C closes the page; the runs continue.")
     if is_opened:
         webbrowser.open(url)
     with contextlib.suppress(KeyboardInterrupt):

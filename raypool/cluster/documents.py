@@ -262,7 +262,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         >>> nearest("max_worker", ["max_workers", "provider"])
         '. Did you mean max_workers?'
         >>> nearest("zone", ["a", "b"])
-        '. There are: a, b.'
+        '. Choose from: a, b.'
     """
     return f".{did_you_mean(name, known)}"
 

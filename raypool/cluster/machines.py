@@ -113,8 +113,8 @@ class Catalogue:
                 if gpu.retired is None:
                     return gpu
                 raise CloudError(
-                    f"{gpu.name} GPUs have not been available since {gpu.retired}. There are:"
-                    f" {', '.join(available)}."
+                    f"{gpu.name} GPUs have not been available since {gpu.retired}. Choose"
+                    f" from: {', '.join(available)}."
                 )
         raise CloudError(
             f"There is no GPU {name!r} in the catalogue of {self.date}{nearest(name, available)}"

@@ -309,8 +309,8 @@ class Engine:
                 if other != worker.index:
                     raise StartupError(
                         f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}."
-                        " Something sets CUDA_VISIBLE_DEVICES behind Ray's back; look at the"
-                        " environment that Ray was started in."
+                        " Something overrides the CUDA_VISIBLE_DEVICES that Ray sets for its"
+                        " workers. Check the environment in which Ray was started."
                     )
 
     def resize(self, num_workers: int) -> None:
@@ -419,7 +419,7 @@ def _end_all() -> None:
     for engine in engines:
         if not engine.is_over:
             engine._why_closed = (
-                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
+                "Python is exiting and has closed the pool: it cannot schedule new futures after"
                 " interpreter shutdown. Submit all work before the script ends, and join the"
                 " threads that submit more."
             )

@@ -226,7 +226,9 @@ def code_change(old: Mapping[str, Any], new: Code) -> str | None:
         f"commit {commit[:10]}{' with uncommitted changes' if has_diff else ''}"
         for commit, has_diff in ((old["commit"], old["diff"]), (new.commit, new.diff))
     )
-    return f"they are from {then}{', which differ now' if then == now else f', not {now}'}"
+    if then == now:
+        return f"they are from {then}, and those changes are different now"
+    return f"they are from {then}, not {now}"
 
 
 # --- reading --------------------------------------------------------------------------------------

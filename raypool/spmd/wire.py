@@ -252,10 +252,8 @@ def check_rank(name: str, rank: Any, world_size: int) -> None:
     if whole_number(rank) is None:
         raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are integers.")
     if not 0 <= rank < world_size:
-        last = (
-            f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"
-        )
-        raise InvalidValueError(f"{name}={rank} is not a rank. There {last}.")
+        ranks = f"ranks are 0 to {world_size - 1}" if world_size > 1 else "the only rank is 0"
+        raise InvalidValueError(f"{name}={rank} is not a rank of this call: {ranks}.")
 
 
 def check_other(name: str, rank: Any, own: int, world_size: int) -> None:

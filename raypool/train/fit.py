@@ -127,7 +127,11 @@ def _finished(model: Any, result: TrainingResult) -> TrainingResult:
             len(ends),
         )
     if ended_by == LOST:
-        logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+        logger.warning(
+            "The training stopped after %d steps, because its loss is NaN. Check the data for NaN,"
+            " lower learning_rate, or set clip_gradient_norm.",
+            ends[0]["steps"],
+        )
     if ends[0]["is_overdue"]:
         logger.warning(
             "No epoch was trained: the checkpoint of start_from has %d epochs already, and"
@@ -297,10 +301,8 @@ def _check_shares(division: Division, batch_size: int, chosen: Chosen) -> None:
             f"A mini-batch of {division.batch_size}, split by worker_load, leaves nothing for"
             f" worker {idle[0]}"
         )
-    more = "samples" if division.batch_size < batch_size else "mini_batch_size"
-    raise InvalidValueError(
-        f"{fact}. Train on fewer workers, workers=[0] for one, or with more {more}."
-    )
+    more = "pass more samples" if division.batch_size < batch_size else "raise mini_batch_size"
+    raise InvalidValueError(f"{fact}. Use fewer workers (workers=[0] for one), or {more}.")
 
 
 def _notes_on_samples(division: Division, batch_size: int, options: TrainingOptions) -> list[str]:

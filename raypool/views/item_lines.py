@@ -86,7 +86,8 @@ class ItemLines:
         if num_dropped:
             where = "; results.diary has them" if self._prefix else ""
             text = (
-                f"raypool: {num_dropped:,} earlier lines came too fast to be shown{where}.\n{text}"
+                f"raypool: {num_dropped:,} earlier lines were skipped, because they arrived too"
+                f" fast to be shown{where}.\n{text}"
             )
         # the current stream, which prints above the live display, if there is one
         stream = capture.beneath(sys.stdout)

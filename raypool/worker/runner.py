@@ -331,11 +331,14 @@ def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_ca
     hint = None
     if is_call:
         if args and type(args[0]) is int and takes(fn, args[1:], kwargs):
-            hint = f"A call takes no number of outputs: leave out the {args[0]}."
+            hint = (
+                f"The function can be called without its first argument, {args[0]}. If that is"
+                " MATLAB's number of outputs, leave it out."
+            )
     elif isinstance(item, (tuple, list)) and takes(fn, item, {}):
-        hint = f"Let {name} take one argument, or write pool.map({name}, *zip(*items))."
+        hint = f"Change {name} to take one argument, or call pool.map({name}, *zip(*items))."
     elif isinstance(item, dict) and takes(fn, (), item):
-        hint = f"Let {name} take the dict, or call {name}(**item) in a function of the dict."
+        hint = f"Change {name} to take the dict, or pass lambda item: {name}(**item)."
     if hint is not None:
         what = (
             "" if is_call else f"parfor calls {name} with one argument, the item, here a {kind}. "

@@ -90,8 +90,8 @@ def test_a_setting_that_is_misspelt_is_told_what_was_meant() -> None:
     findings.check_schema(Draft7Validator(schema))
     texts = sorted(problem.text for problem in findings.problems)
     assert texts[0].endswith("Did you mean max_workers?")
-    assert texts[1].endswith("There are: max_workers, provider.")
-    assert nearest("", ["a"]) == ". There are: a."
+    assert texts[1].endswith("Choose from: max_workers, provider.")
+    assert nearest("", ["a"]) == ". Choose from: a."
 
 
 @given(

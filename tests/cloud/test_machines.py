@@ -318,7 +318,7 @@ IMPOSSIBLE = [
         "T5",
         1,
         (
-            "There is no GPU 'T5' in the catalogue of 2021-03-18. There are: K80, P4, P100, T4,"
+            "There is no GPU 'T5' in the catalogue of 2021-03-18. Choose from: K80, P4, P100, T4,"
             " V100, A100."
         ),
     ),
@@ -357,7 +357,7 @@ def test_spellings_of_gpus() -> None:
 
 def test_k80s_are_gone() -> None:
     with pytest.raises(
-        CloudError, match=r"K80 GPUs have not been available since 2024-05-01\. There are: T4, "
+        CloudError, match=r"K80 GPUs have not been available since 2024-05-01\. Choose from: T4, "
     ):
         GCE.gpu("K80")
 
@@ -438,7 +438,8 @@ def test_cli_refuses_a_gpu_that_is_not_there() -> None:
     result = CliRunner().invoke(main, ["cluster", "machines", "--gpu", "T5"])
     assert result.exit_code == 2
     assert (
-        "There is no GPU 'T5' in the catalogue of 2026-11-22. There are: T4, P4, " in result.output
+        "There is no GPU 'T5' in the catalogue of 2026-11-22. Choose from: T4, P4, "
+        in result.output
     )
 
 

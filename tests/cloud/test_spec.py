@@ -236,7 +236,7 @@ REFUSED = {
     "unknown tier": (
         "trainingInput:\n  scaleTier: STANDARD_1",
         2,
-        "scaleTier is 'STANDARD_1'. There are: CUSTOM",
+        "scaleTier is 'STANDARD_1'. Choose from: CUSTOM",
     ),
     "a TPU": ("trainingInput: {scaleTier: BASIC_TPU}", 1, "Did you mean BASIC_GPU or BASIC?"),
     "machines without CUSTOM": (

@@ -82,7 +82,7 @@ def test_after_the_end_no_work_is_taken(run_python: Any) -> None:
     pool = parpool(1, profile="threads", quiet=True)
     """
     said = run_python(code).stdout
-    assert said.startswith("True The interpreter ends")
+    assert said.startswith("True Python is exiting")
     assert "cannot schedule new futures after interpreter shutdown" in said
     assert run_python(code + "pool.shutdown()").stdout.startswith("True The pool was shut down"), (
         "by the user"

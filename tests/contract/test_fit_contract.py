@@ -566,7 +566,7 @@ def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog
     result = fit(pool, (np.full((50, 4), np.nan), TARGETS), checkpoint_every=1)
     assert result.ended_by == "loss is nan"
     assert result.checkpoint is None
-    assert "its loss is nan" in caplog.text
+    assert "because its loss is NaN" in caplog.text
 
 
 def test_what_it_was_trained_on_it_predicts(pool: ParallelPool) -> None:

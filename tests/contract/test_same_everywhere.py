@@ -228,17 +228,18 @@ def test_a_call_that_cannot_be_says_how_to_write_it(pool: ParallelPool) -> None:
             call()
         return "\n".join(caught.value.__notes__)
 
-    assert "leave out the 1." in notes(pool.parfeval(half, 1, 3).result)
-    assert "leave out the 0." in notes(pool.parfeval_on_all(half, 0, 3).result)
+    assert "without its first argument, 1." in notes(pool.parfeval(half, 1, 3).result)
+    assert "without its first argument, 0." in notes(pool.parfeval_on_all(half, 0, 3).result)
     tuples = notes(lambda: pool.parfor(half_of_two, [(0.1, 2), (0.2, 3)]))
     assert (
-        "here a tuple. Let half_of_two take one argument, or write pool.map(half_of_two" in tuples
+        "here a tuple. Change half_of_two to take one argument, or call pool.map(half_of_two"
+        in tuples
     )
     dicts = notes(lambda: pool.parfor(half_of_two, [{"lr": 0.1, "width": 2}]))
-    assert "or call half_of_two(**item) in a function of the dict" in dicts
+    assert "or pass lambda item: half_of_two(**item)" in dicts
     # raised within, or not to be mended like this
     assert "parfor calls" not in notes(lambda: pool.parfor(lambda item: train(*item), [(0.1, 0)]))
-    assert "leave out" not in notes(pool.parfeval(half, "1", 3).result)
+    assert "its first argument" not in notes(pool.parfeval(half, "1", 3).result)
 
 
 def half_of_two(lr: float, width: int) -> float:

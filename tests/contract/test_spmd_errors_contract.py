@@ -107,7 +107,7 @@ def test_a_rank_that_is_not_there(pool: ParallelPool) -> None:
         return context.reduce(1, dst=3)
 
     with pytest.raises(
-        SpmdError, match=r"dst=3 is not a rank\. There are 3, from 0 to 2"
+        SpmdError, match=r"dst=3 is not a rank of this call: ranks are 0 to 2"
     ) as caught:
         pool.spmd(fn)
     assert isinstance(caught.value.__cause__, InvalidValueError)

@@ -49,7 +49,7 @@ def test_numbers_of_workers_that_cannot_be() -> None:
         (1.5, InvalidTypeError, "must be an integer, not 1.5"),
         ("4", InvalidTypeError, "must be an integer, not '4'"),
         (True, InvalidTypeError, "must be an integer, not True"),
-        ((3, 2), InvalidValueError, "the least is more than the most"),
+        ((3, 2), InvalidValueError, "the minimum is more than the max"),
         ((1, 2, 3), InvalidValueError, "not a pair"),
         ((0, 2), InvalidValueError, "must be at least 1, not 0"),
     ]
@@ -99,7 +99,7 @@ def test_options(here: ParallelPool) -> None:
         ({"priority": "high"}, InvalidTypeError, "priority must be an integer, not 'high'"),
         ({"retry_on": ValueError("x")}, InvalidTypeError, "retry_on must be an exception type"),
         ({"name": 3}, InvalidTypeError, "name must be a string, not 3"),
-        ({"speed": 3}, InvalidTypeError, "no option speed. There are: retries"),
+        ({"speed": 3}, InvalidTypeError, "no argument 'speed'. Choose from: retries"),
     ]
     for options, error, words in cases:
         with pytest.raises(error, match=words):
@@ -162,7 +162,7 @@ def test_a_future_that_is_none_of_ours() -> None:
     for function in (fetch_next, fetch_outputs, wait):
         with pytest.raises(InvalidTypeError, match="not a future of a pool"):
             function([concurrent.futures.Future()])
-    with pytest.raises(InvalidValueError, match="no unread future"):
+    with pytest.raises(InvalidValueError, match="the list of futures is empty"):
         fetch_next([])
 
 

@@ -219,7 +219,7 @@ def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
     [
         ({"fn": 3}, InvalidTypeError, "3 cannot be called"),
         ({"pool": 0}, InvalidValueError, "pool must be at least 1, not 0"),
-        ({"pool": (2, 1)}, InvalidValueError, "the least is more than the most"),
+        ({"pool": (2, 1)}, InvalidValueError, "the minimum is more than the max"),
         ({"pool": "two"}, InvalidTypeError, "pool must be an integer, not 'two'"),
         ({"profile": "threads"}, InvalidValueError, "runs in this process, which"),
         ({"outputs": "results"}, InvalidValueError, "must be a URL"),
@@ -326,7 +326,7 @@ def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path
 def test_another_version_there_is_said(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.batches.version", lambda package: "0.0.9")
     job = raypool.batch(max, [3, 5], profile=head.profile)
-    with pytest.raises(CloudError, match=r"on both sides, but has raypool 0\.0\.9 there and"):
+    with pytest.raises(CloudError, match=r"but has raypool 0\.0\.9 there and"):
         job.fetch_outputs(timeout_s=300)
 
 

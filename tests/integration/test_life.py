@@ -449,6 +449,35 @@ def test_a_cluster_that_is_left_and_joined_again_under_a_pool(head: Any, run_pyt
     assert "bug in raypool" not in done.stderr
 
 
+def test_a_kernel_without_process_descriptors(run_python: Any, tmp_path: Path) -> None:
+    """Linux before 5.3, as in RHEL 8: a cancelled task is interrupted, and its worker stays."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "def refuse(*_):\n"
+        "    raise OSError(38, 'Function not implemented')\n"
+        "os.pidfd_open = signal.pidfd_send_signal = refuse\n"
+    )
+    run_python(
+        """
+    import os, time
+    from raypool import parpool, report
+
+    def work():
+        report(began=1)
+        time.sleep(600)
+
+    with parpool(1, quiet=True) as pool:
+        pid = pool.submit(os.getpid).result(300)
+        future = pool.submit(work)
+        while future.metrics.empty:
+            time.sleep(0.01)
+        assert future.cancel()
+        assert pool.submit(os.getpid).result(300) == pid
+    """,
+        PYTHONPATH=str(tmp_path),
+    )
+
+
 def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended
     and it has not said so yet.

@@ -386,7 +386,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
         return f"{done.exit_code}: {done.output}"
 
     assert export("csv", "--output", "-").startswith("0: index,item,value,status")
-    assert "--to optuna needs --metric" in export("optuna", "--output", "sqlite:///study.db")
+    assert "--metric is required with --to optuna" in export(
+        "optuna", "--output", "sqlite:///study.db"
+    )
     words = ["optuna", "--output", "sqlite:///study.db", "--metric", "value"]
     assert "2: " in (unknown := export(*words))
     assert "'value' does not say whether small or large numbers are good" in unknown

@@ -240,13 +240,13 @@ def test_a_working_directory_that_is_gone(write: Write) -> None:
 def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
     with pytest.raises(
         InvalidValueError,
-        match=r"There is no profile 'cluster'. There are: local, threads, inline\.",
+        match=r"There is no profile 'cluster'. Choose from: local, threads, inline\.",
     ):
         parpool(profile="cluster")
     path = write("[profiles.lab]\n[profiles.farm]")
     with pytest.raises(
         InvalidValueError,
-        match=r"There are: local, threads, inline, lab, farm. To define one, add a table .* to .*raypool.toml",
+        match=r"Choose from: local, threads, inline, lab, farm. To define one, add a table .* to .*raypool.toml",
     ) as caught:
         parpool(profile="cluster")
     assert str(path) in str(caught.value)
@@ -266,7 +266,7 @@ WRONG = [
         "[profiles.x]\nresources.gpus = 1\nresources.ram = 2",
         3,
         InvalidValueError,
-        "no field 'ram'. There are: gpus, cpus, mem",
+        "no field 'ram'. Choose from: gpus, cpus, mem",
     ),
     (
         "[profiles.x.resources]\ngpus = -1",

@@ -146,7 +146,7 @@ def test_the_size_of_an_allocation(
 
 
 def test_an_unknown_profile_names_those_that_exist() -> None:
-    with pytest.raises(InvalidValueError, match="There are: local, threads, inline"):
+    with pytest.raises(InvalidValueError, match="Choose from: local, threads, inline"):
         parpool(profile="cluster")
 
 

@@ -167,7 +167,9 @@ def test_a_replay_of_other_code_warns(caplog: pytest.LogCaptureFixture) -> None:
     sweep("run", rerun="all")
     assert not replayed()
     edit("again", "and again")
-    assert replayed().endswith(f"from commit {now} with uncommitted changes, which differ now.")
+    assert replayed().endswith(
+        f"from commit {now} with uncommitted changes, and those changes are different now."
+    )
 
 
 @pytest.mark.parametrize(

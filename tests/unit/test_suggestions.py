@@ -49,24 +49,24 @@ TYPED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parpool("Threads"), "'Threads' is not a number .* Did you mean profile='threads'"),
     (lambda: parpool("Processes", 2), "'Processes' is not .* Did you mean profile='local'"),
     (lambda: parpool("our-lab"), "Did you mean profile='our-lab'"),
-    (lambda: parpool(2, "threads"), "num_workers by position, the others by name"),
+    (lambda: parpool(2, "threads"), "Positional arguments: num_workers; pass the others by name"),
     (lambda: parpool(profile="Processes"), "no profile 'Processes'. Did you mean local"),
     (lambda: parpool(2, profile="Threads"), "no profile 'Threads'. Did you mean threads"),
     (lambda: gcp("nocreate"), r"gcp\(create=False\)"),  # type: ignore[arg-type]
     (lambda: after_each(DataQueue(), print), r"queue.after_each\(fn\)"),  # type: ignore[arg-type]
     (lambda: after_each([], print, 1), "take no number of outputs"),  # type: ignore[arg-type]
     (lambda: after_all([], max, 1), "take no number of outputs"),  # type: ignore[arg-type]
-    (lambda: sim_pool(1).options(timeout=1), "no option timeout. Did you mean timeout_s"),
-    (lambda: sim_pool(1).options(colour=1), "no option colour. There are: retries, retry_on"),
+    (lambda: sim_pool(1).options(timeout=1), "no argument 'timeout'. Did you mean timeout_s"),
+    (lambda: sim_pool(1).options(colour=1), "no argument 'colour'. Choose from: retries, retry_on"),
     (
         lambda: loop(abs, 1, progess=1),
         r"^parfor\(\) has no argument 'progess'. Did you mean progress",
     ),
     (lambda: loop(abs, 1, retries=1), r"Did you mean pool.options\(retries=...\)\?"),
     (lambda: loop(abs, 1, n_jobs=2), r"Did you mean max_workers or parpool\(num_workers=...\)\?"),
-    (lambda: loop(abs, 1, colour=1), "There are: fn, items, on_error"),
+    (lambda: loop(abs, 1, colour=1), "Choose from: fn, items, on_error"),
     (lambda: raypool.parfor(abs, 1, rundir="x"), r"^parfor\(\) .* Did you mean run_dir"),
-    (lambda: loop(abs), r"parfor\(\): missing .* 'items'. It takes fn, items by position"),
+    (lambda: loop(abs), r"parfor\(\): missing .* 'items'. Positional arguments: fn, items; pass"),
     (lambda: loop([1, 2], abs), r"\[1, 2\] is not callable. The function comes first"),
     (lambda: loop(abs, "abc"), r"'abc' is a single str. Pass \[items\] .* list\(items\)"),
     (lambda: loop(abs, {"a": 1}), r"is a single dict. Pass \[items\] .* list\(items.items\(\)\)"),
@@ -89,7 +89,7 @@ TYPED: list[tuple[Callable[[], Any], str]] = [
     (lambda: sim_pool(1).train(nothing, options={}), r"Did you mean run_options=\?"),
     (lambda: SimulatedGpus(4), r"SimulatedGpus\(folder, 4\)"),
     (lambda: TrainingOptions(lr=0.1), r"^TrainingOptions\(\) .* 'lr'. Did you mean learning_rate"),
-    (lambda: TrainingOptions("sgdm"), "It takes arguments by name only"),
+    (lambda: TrainingOptions("sgdm"), "Pass all arguments by name"),
     (lambda: TrainingOptions(MaxEpochs=3), "Did you mean max_epochs"),
     (lambda: TrainingOptions(InitialLearnRate=0.1), "Did you mean learning_rate"),
     (lambda: TrainingOptions(epochs=3), "Did you mean max_epochs"),
@@ -139,7 +139,7 @@ def test_names_of_other_libraries() -> None:
     with sim_pool(1) as pool:
         future = pool.parfeval(abs, -3)
         for owner, name, here in (
-            (raypool, "spmdIndex", "context.rank, in a function that pool.spmd calls"),
+            (raypool, "spmdIndex", "context.rank in a function that pool.spmd calls"),
             (raypool, "parfeval_on_all", "pool.parfeval_on_all"),
             (pool, "NumWorkers", "pool.num_workers"),
             (future, "State", "f.state"),

@@ -114,10 +114,10 @@ NOT_THERE = [
     ),
     ("missing/train.py:train", "There is no file 'missing/train.py'.$"),
     ("sweep_of_targets:trian", "sweep_of_targets has no function 'trian'. Did you mean train?"),
-    ("sweep_of_targets:fit", "There are: Trainer, keywords, train."),
+    ("sweep_of_targets:fit", "Choose from: Trainer, keywords, train."),
     ("os:sep.foo", "os has no function 'sep.foo'.$"),
     ("sweep_of_targets:LIMIT.real.go", "has no function 'LIMIT.real.go'.$"),
-    ("sweep_of_targets:Trainer.go", r"has no function 'Trainer.go'. There are: run."),
+    ("sweep_of_targets:Trainer.go", r"has no function 'Trainer.go'. Choose from: run."),
 ]
 
 

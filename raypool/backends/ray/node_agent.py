@@ -78,8 +78,8 @@ class Watched:
         self.gpus = gpus
         self.actor = actor
         self.memory_used = process.memory_used
+        # signaled through psutil: its number may be somebody else's one day
         self.process = psutil.Process(process.pid)
-        self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
         self._board = os.open(f"/proc/{process.pid}/fd/{process.board}", os.O_RDONLY)
 
@@ -89,7 +89,7 @@ class Watched:
 
     def wake(self) -> None:
         """Let it look into its pipe now."""
-        signal.pidfd_send_signal(self._descriptor, STOP_SIGNAL)
+        self.process.send_signal(STOP_SIGNAL)
 
     @property
     def has_unread(self) -> bool:
@@ -119,13 +119,13 @@ class Watched:
 
     def freeze(self) -> None:
         """Stop it until it is killed."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            signal.pidfd_send_signal(self._descriptor, signal.SIGSTOP)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            self.process.suspend()
 
     def kill(self) -> None:
         """Kill the process itself."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            self.process.kill()
 
     @property
     def is_alive(self) -> bool:
@@ -134,7 +134,7 @@ class Watched:
 
     def close(self) -> None:
         """Close its descriptors."""
-        for descriptor in (self._descriptor, self._pipe, self._board):
+        for descriptor in (self._pipe, self._board):
             os.close(descriptor)
 
 
@@ -194,8 +194,8 @@ class NodeAgent:
             return
         pid, created_at = self._driver
         self._driver = None
-        # no such process on this machine
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        # no such process on this machine, or Linux before 5.3: Ray ends what is here a little later
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
             descriptor = os.pidfd_open(pid)
             if abs(psutil.Process(pid).create_time() - created_at) > 1:
                 # another machine's numbers: the driver is connected from outside
@@ -241,7 +241,7 @@ class NodeAgent:
                         break  # signaled again: it was in native code, or imported a module
                     if not (is_cancel and is_running):
                         return False
-        except (ProcessLookupError, BrokenPipeError):
+        except (psutil.NoSuchProcess, BrokenPipeError):
             return False  # it is gone, and the call itself tells the driver
 
     async def oversee(self, _: None, worker_id: int, limit: int) -> int | None:

@@ -643,7 +643,8 @@ def unpack_failure(packed: bytes) -> Failure:
         error = None
     if not isinstance(error, BaseException):
         error = TaskError(
-            f"{summary} (the exception itself could not travel; the remote traceback is its cause)"
+            f"{summary} (the exception could not be unpickled here; its remote traceback is the"
+            " cause)"
         )
     for note in notes:
         add_note(error, note)

@@ -454,7 +454,8 @@ def _shut_down(processes: Sequence[int]) -> None:
     if _is_given_up:
         atexit.unregister(ray.shutdown)  # it could hang, and keep this process from ending
         logger.error(
-            "Ray did not disconnect from this process within %g s; its resources here stay in use.",
+            "Ray did not disconnect from this process within %g s; its resources stay in use until"
+            " this process ends.",
             2 * SHUTDOWN_S,
         )
 
