@@ -118,6 +118,10 @@ with pool_of(2) as pool:
         pool_of(9)
     except ResourceError as error:
         said["too_many"] = str(error)
+    try:
+        parpool(gpus=[0], quiet=True)
+    except InvalidValueError as error:
+        said["not_here"] = str(error)
 """
 
 
@@ -138,6 +142,7 @@ def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
     assert said["resized"] == 1
     assert said["too_many"].startswith("GPU: requested 9, available ")
     assert "ClusterProbe" not in said["too_many"]
+    assert said["not_here"].startswith("gpus=[0]: are GPUs of this machine, which is not a node of")
 
 
 FAR = """

@@ -147,6 +147,8 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
         facts["again"] = set(pool.parfeval_on_all(node_of).result(300)) == {node_of(), new.node_id}
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     facts["groups"] = [group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    with parpool(quiet=True) as pool:
+        facts["all cores"] = pool.num_workers
     end()
     """)
     assert facts["in time"]
@@ -154,6 +156,7 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
     assert facts["alone"]
     assert facts["again"]
     assert facts["groups"] == []
+    assert facts["all cores"] == 3
     assert "will shut down in" in words
     assert "The pool grows again: 1 more worker on" in words
 

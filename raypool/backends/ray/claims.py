@@ -26,7 +26,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypool.backends.ray import shortages
+from raypool.backends.ray import client, shortages
 from raypool.backends.ray.calls import UNRECORDED, ask_node, given_gpus
 from raypool.backends.ray.demand import (
     NONE,
@@ -41,7 +41,7 @@ from raypool.backends.ray.demand import (
     total,
 )
 from raypool.backends.ray.shortages import held_by, holders
-from raypool.errors import ResourceError
+from raypool.errors import InvalidValueError, ResourceError
 from raypool.gpus.devices import GpuDevice, Inventory, index_of
 from raypool.gpus.sharing import CONTEXT_BYTES
 from raypool.profiles import for_ray
@@ -351,8 +351,14 @@ def spots(
 
     Raises:
         ResourceError: A machine is missing, named twice, or its name is that of several.
+        InvalidValueError: None is named, and this process is not on a node of the cluster.
     """
     if not isinstance(gpus, Mapping):
+        if client.is_outside():
+            raise InvalidValueError(
+                f"gpus={list(gpus)}: are GPUs of this machine, which is not a node of the cluster"
+                f" at {client.server()}. Specify the machine: gpus={{'lab-3': {list(gpus)}}}."
+            )
         here = ray.get_runtime_context().get_node_id()
         return [Spot(here, index) for index in gpus]
     found: dict[str, str] = {}

@@ -151,7 +151,10 @@ class Placement:
             meant = spots(self._profile.gpus)
             return {kind: Choice(demand, meant, self._survey).claim(None, len(meant), wanted)}
         is_elsewhere = (
-            self._profile.address is not None or bool(os.environ.get("RAY_ADDRESS")) or is_outside()
+            self._profile.address is not None
+            or bool(os.environ.get("RAY_ADDRESS"))
+            or is_outside()
+            or len(living_nodes()) > 1
         )
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
