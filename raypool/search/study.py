@@ -154,9 +154,9 @@ class TrialStudy:
         return self._study.study_name
 
     def note_exhausted(self) -> None:
-        """Let the study stop, if its sampler suggested everything in earlier calls.
+        """Let the study stop if its sampler has suggested everything, also in earlier calls.
 
-        Samplers say so only at the end of a trial.
+        By itself a sampler stops at the end of a trial, and suggests those that run again before.
         """
         from optuna.samplers import BruteForceSampler, GridSampler
         from optuna.trial import TrialState
@@ -164,12 +164,14 @@ class TrialStudy:
         sampler = self._study.sampler
         if not isinstance(sampler, (BruteForceSampler, GridSampler)) or not self.trials:
             return
-        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-        for ended in self._study.get_trials(deepcopy=False, states=states)[-1:]:
-            if isinstance(sampler, BruteForceSampler):
+        with self._study._storage.showing({trial.number for trial in self.trials}):  # type: ignore[attr-defined]
+            if isinstance(sampler, GridSampler):
+                if sampler.is_exhausted(self._study):
+                    self._study.stop()
+                return
+            states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+            for ended in self._study.get_trials(deepcopy=False, states=states)[-1:]:
                 sampler.after_trial(self._study, ended, ended.state, ended.values)
-            elif sampler.is_exhausted(self._study):
-                self._study.stop()
 
     def ask(self) -> Trial:
         """Return a new trial that Optuna suggests."""
@@ -179,7 +181,9 @@ class TrialStudy:
             handle = self._study.ask(self._space.distributions)
         if self._is_shared and self._run_dir is not None:
             handle.set_user_attr(OWNER, str(self._run_dir))
-        return self._add(handle.number, handle, handle.params)
+        trial = self._add(handle.number, handle, handle.params)
+        self.note_exhausted()
+        return trial
 
     def add_child(self, params: dict[str, Any], lineage: Sequence[int]) -> Trial:
         """Return a new trial with these parameters, which takes over from another."""
@@ -486,7 +490,7 @@ class PatientStorage:
 
     @contextlib.contextmanager
     def showing(self, waiting: Container[int]) -> Iterator[None]:
-        """Show a sampler the trials with these numbers, which wait at a rung, as pruned.
+        """Show a sampler the trials with these numbers as pruned: those that wait at a rung.
 
         It learns nothing from the scores of running trials.
         """

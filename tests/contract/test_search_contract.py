@@ -766,8 +766,8 @@ def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixtu
 
 def test_a_sampler_may_end_the_search(pool: ParallelPool) -> None:
     sampler = optuna.samplers.GridSampler({"x": [0.0, 0.5], "kind": ["a", "b"]}, seed=0)
-    found = pool.search(score, SPACE, mode="min", num_trials=9, sampler=sampler, max_in_flight=1)
-    assert states(found.study) == {"COMPLETE": 4}
+    found = pool.search(score, SPACE, mode="min", num_trials=9, sampler=sampler)
+    assert states(found.study) == {"COMPLETE": 4}  # and none twice while others run
     assert found.best.config["x"] == 0.5
 
 
@@ -784,7 +784,6 @@ def test_an_exhausted_sampler_starts_no_trial_in_a_later_call(
             {"x": search.choice(0, 1, 2)},
             num_trials=9,
             sampler=sampler,
-            max_in_flight=1,
             run_dir=tmp_path,
         )
         assert sorted(found.to_frame()["x"]) == [0, 1, 2]
