@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Ty
 
 from raypool.channel.feed import Feed, MetricsReport, Row, as_html, feed_of, report_of_row
 from raypool.channel.queues import DataQueue, check_timeout
-from raypool.channel.records import Missing, Values
+from raypool.channel.records import Missing, Values, function_name
 from raypool.errors import (
     CANCELLED,
     InvalidTypeError,
@@ -1057,7 +1057,7 @@ def after_all(
             ]
         )
 
-    follower: _Follower[T] = _Follower(_name_of(fn))
+    follower: _Follower[T] = _Follower(function_name(fn))
     follower.owners = owners_of(checked)
     run = functools.partial(_dispatcher.put, functools.partial(follower.run, call))
     if checked:
@@ -1076,7 +1076,7 @@ def _check_pass_future(pass_future: Any) -> None:
 
 
 def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -> Future[T]:
-    follower: _Follower[T] = _Follower(f"{_name_of(fn)} of {future.name}")
+    follower: _Follower[T] = _Follower(f"{function_name(fn)} of {future.name}")
     follower.owners = future.owners
 
     def run() -> None:
@@ -1193,10 +1193,6 @@ def _wait(
         if future._state not in ENDED:
             future.check_wait(timeout_s)
     return concurrent.futures.wait(futures, timeout_s, until)
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def _check_callable(fn: Any) -> None:

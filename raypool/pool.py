@@ -190,7 +190,7 @@ class PoolView(concurrent.futures.Executor):
 
     def __reduce__(self) -> Any:
         # a function that refers to its pool can travel: on the worker it finds a serial one
-        return _serial_view, ()
+        return _serial_view, (PoolView,)
 
     def _target(self) -> PoolView:
         """Return the view that takes work submitted here: this one, but in a task a serial one."""
@@ -915,10 +915,10 @@ class PoolView(concurrent.futures.Executor):
             ...     job.result()[1]
             2
         """
-        from raypool.spmd.call import submit_spmd
-
         # imported late: it would add a fifth to the time of `import raypool`
-        from raypool.spmd.composite import workers_of
+        from raypool.spmd.call import submit_gang
+        from raypool.spmd.composite import check_located, workers_of
+        from raypool.spmd.context import RankFunction
 
         check_callable(fn, args)
         if not takes(fn, (None, *args)):
@@ -933,8 +933,10 @@ class PoolView(concurrent.futures.Executor):
                 "from call to call."
             )
         target, size, places = self._ranks(workers_of(args) if workers is None else workers)
-        target._engine.warn_of_generators(fn)
-        return submit_spmd(target._engine, fn, args, target._options, size, places)
+        engine = target._engine
+        engine.warn_of_generators(fn)
+        check_located(args, engine, size, places)
+        return submit_gang(engine, RankFunction(fn), args, target._options, size, places)
 
     def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:
         """Return where ranks run, how many, and in which places (None: any), rank 0 first."""
@@ -1223,8 +1225,8 @@ def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs
     return fn(*args, **kwargs) if current_task().worker in places else None
 
 
-def _serial_view() -> PoolView:
-    return PoolView(serial_engine(), Options())
+def _serial_view(kind: type[PoolView]) -> PoolView:
+    return kind(serial_engine(), Options())
 
 
 # --- workers, queue and parts of a pool -----------------------------------------------------------
@@ -1552,11 +1554,7 @@ class PoolPart(StaffedView):
             )
 
     def __reduce__(self) -> Any:
-        return _serial_part, ()  # as a view
-
-
-def _serial_part() -> StaffedView:
-    return StaffedView(serial_engine(), Options())
+        return _serial_view, (StaffedView,)  # as a view
 
 
 def _picked(

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 
 class PrivateName(NamedTuple):
-    """Where a name is in Ray (without one, the module itself), and why no public one suffices."""
+    """The module that has a name, or is called so itself; and why no public one suffices."""
 
     module: str
-    name: str | None
     reason: str
 
 
@@ -32,125 +31,103 @@ NAMES = {
     # --- Ray of this process ----------------------------------------------------------------------
     "worker": PrivateName(
         "ray._private.worker",
-        None,
         "Its `global_worker` knows the node, the store and dead actors, its `_global_node` the"
         " session's folder; public calls would start a Ray, or need a dashboard. Its"
         " `print_to_stdstream` prints about workers that die.",
     ),
     "state": PrivateName(
         "ray._private.state",
-        None,
         "Actors, jobs and draining nodes: the public state API needs a dashboard.",
     ),
     "ray_constants": PrivateName(
         "ray._private.ray_constants",
-        None,
         "What Ray has read from the environment as it was imported, and names of its settings.",
     ),
     "node": PrivateName(
         "ray._private.node",
-        None,
         "Starts the dashboard's server: `ray.init` has no way to leave that out.",
     ),
     "parameter": PrivateName(
-        "ray._private.parameter", None, "Options of `ray start` that `ray.init` does not have."
+        "ray._private.parameter", "Options of `ray start` that `ray.init` does not have."
     ),
     "services": PrivateName(
-        "ray._private.services", None, "Waits for this machine's node, looking once a second."
+        "ray._private.services", "Waits for this machine's node, looking once a second."
     ),
-    "utils": PrivateName("ray._private.utils", None, "Decides which of Ray's agents is started."),
-    "Config": PrivateName(
-        "ray._raylet", "Config", "Reads Ray's settings from the environment again."
-    ),
-    "AuthenticationTokenLoader": PrivateName(
-        "ray._raylet", "AuthenticationTokenLoader", "Reads the token again."
-    ),
+    "utils": PrivateName("ray._private.utils", "Decides which of Ray's agents is started."),
+    "Config": PrivateName("ray._raylet", "Reads Ray's settings from the environment again."),
+    "AuthenticationTokenLoader": PrivateName("ray._raylet", "Reads the token again."),
     "get_accelerator_manager_for_resource": PrivateName(
         "ray._private.accelerators",
-        "get_accelerator_manager_for_resource",
         "GPUs that are not NVIDIA's.",
     ),
     # --- Ray on another machine -------------------------------------------------------------------
     "GcsClient": PrivateName(
         "ray._raylet",
-        "GcsClient",
         "Asks a control store without joining its cluster, and drains nodes.",
     ),
     "init_grpc_channel": PrivateName(
         "ray._private.grpc_utils",
-        "init_grpc_channel",
         "Asks a server of Ray Client whether it is there, with token and TLS.",
     ),
     "GCS_STORAGE_MAX_SIZE": PrivateName(
         "ray._private.runtime_env.packaging",
-        "GCS_STORAGE_MAX_SIZE",
         "How large a working_dir may be [bytes].",
     ),
     "_dir_travel": PrivateName(
         "ray._private.runtime_env.packaging",
-        "_dir_travel",
         "Which files of a working_dir travel: .gitignore and .rayignore.",
     ),
     "_NODE_PROVIDERS": PrivateName(
         "ray.autoscaler._private.providers",
-        "_NODE_PROVIDERS",
         "Which providers Ray's launcher knows.",
     ),
     "_get_node_provider": PrivateName(
         "ray.autoscaler._private.providers",
-        "_get_node_provider",
         "Which machines a cluster has, and to delete them from its head.",
     ),
     "prepare_config": PrivateName(
-        "ray.autoscaler._private.util", "prepare_config", "Ray's own check of a cluster's file."
+        "ray.autoscaler._private.util", "Ray's own check of a cluster's file."
     ),
     "validate_config": PrivateName(
-        "ray.autoscaler._private.util", "validate_config", "Ray's own check of a cluster's file."
+        "ray.autoscaler._private.util", "Ray's own check of a cluster's file."
     ),
     # --- Ray Train --------------------------------------------------------------------------------
     "device_manager": PrivateName(
-        "ray.air._internal.device_manager", None, "The device that Ray Train gives a rank."
+        "ray.air._internal.device_manager", "The device that Ray Train gives a rank."
     ),
     "StorageContext": PrivateName(
         "ray.train.v2._internal.execution.storage",
-        "StorageContext",
         "The folder of a run, as `ray.train.report` sees it.",
     ),
     "LocalTrainFnUtils": PrivateName(
         "ray.train.v2._internal.execution.train_fn_utils",
-        "LocalTrainFnUtils",
         "What `ray.train` finds in a loop that the warm lane runs.",
     ),
     "DistributedTrainFnUtils": PrivateName(
         "ray.train.v2._internal.execution.train_fn_utils",
-        "DistributedTrainFnUtils",
         "What `ray.train` finds in a rank of the managed lane: ours is asked by `ray.train.report`"
         " first.",
     ),
     "get_train_fn_utils": PrivateName(
-        "ray.train.v2._internal.execution.train_fn_utils", "get_train_fn_utils", "Likewise."
+        "ray.train.v2._internal.execution.train_fn_utils", "Likewise."
     ),
     "set_train_fn_utils": PrivateName(
-        "ray.train.v2._internal.execution.train_fn_utils", "set_train_fn_utils", "Likewise."
+        "ray.train.v2._internal.execution.train_fn_utils", "Likewise."
     ),
     "ControllerCallback": PrivateName(
         "ray.train.v2._internal.execution.callback",
-        "ControllerCallback",
         "The only way to hear who the controller is.",
     ),
     "ReportCallback": PrivateName(
         "ray.train.v2._internal.execution.callback",
-        "ReportCallback",
         "The only way to hear which checkpoints were kept.",
     ),
     "WorkerGroupCallback": PrivateName(
         "ray.train.v2._internal.execution.callback",
-        "WorkerGroupCallback",
         "The only way to reach the ranks before they begin.",
     ),
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME": PrivateName(
         "ray.train.v2._internal.constants",
-        "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
         "The file by which Ray Train knows the checkpoints of earlier runs in a folder.",
     ),
 }
@@ -159,6 +136,6 @@ NAMES = {
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module 'raypool.ray_private' has no attribute {name!r}")
-    place = NAMES[name]
-    module = importlib.import_module(place.module)
-    return module if place.name is None else getattr(module, place.name)
+    path = NAMES[name].module
+    module = importlib.import_module(path)
+    return module if path.endswith(f".{name}") else getattr(module, name)

@@ -77,11 +77,6 @@ class Row:
     host: str | None = None
     run: int = 1  # of a durable run: with which call
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Restore a pickled row, perhaps of a version with fewer fields."""
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, state[1].get(field.name, field.default))
-
 
 class Span(NamedTuple):
     """Where and when a call ran: from `started_at` (Unix time [s]) for `duration_s` [s]."""
@@ -847,20 +842,19 @@ def told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
+def _restored(  # noqa: PLR0913, PLR0917 - a pickle has them by position
     items: list[Any],
     values: list[Any],
     rows: list[Row],
     errors: dict[int, BaseException],
     feed: Feed,
-    misses: Sequence[Miss] = (),  # unknown to older versions
-    diaries: Sequence[str] | None = None,  # likewise
-    name: str = "",  # likewise
-    gpus: Sequence[GpuSample] = (),  # likewise
-    calls: Sequence[dict[str, Any]] = (),  # likewise
-    trials: Trials | None = None,  # likewise
+    misses: Sequence[Miss],
+    diaries: Sequence[str],
+    name: str,
+    gpus: Sequence[GpuSample],
+    calls: Sequence[dict[str, Any]],
+    trials: Trials | None,
 ) -> Results[Any]:
-    texts = [""] * len(values) if diaries is None else diaries
     return Results(
         items,
         values,
@@ -868,7 +862,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
         errors,
         lambda: feed,
         lambda: list(misses),
-        texts.__getitem__,
+        diaries.__getitem__,
         name,
         lambda: list(gpus),
         lambda: list(calls),

@@ -56,16 +56,14 @@ def decode(line: str) -> tuple[float, m.Event]:
     elif kind in ("WorkerLost", "PlaceLost"):
         fields["reason"] = LossReason(fields["reason"])
     elif kind in ("AttemptFinished", "AttemptNarrowed"):
-        if "kept" in fields:
+        if kind == "AttemptNarrowed":
             fields["kept"] = tuple(fields["kept"])
         fields["reports"] = tuple(
-            Report(
-                **{**report, **{name: tuple(report.get(name, ())) for name in ("retry", "again")}}
-            )
+            Report(**{**report, **{name: tuple(report[name]) for name in ("retry", "again")}})
             for report in fields["reports"]
         )
     elif kind == "ResizeRequested":
-        fields |= {name: tuple(fields.get(name, ())) for name in ("add", "leave")}
+        fields |= {name: tuple(fields[name]) for name in ("add", "leave")}
     return now, EVENTS[kind](**fields)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raypool.errors import SerializationError
+from raypool.worker.folders import sync_folder
 
 REPORTS = "training_reports.jsonl"
 """The file of a training with the reports of rank 0 up to the last checkpoint, a line each."""
@@ -42,16 +43,6 @@ def make_folder(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
         sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk; not every file system supports it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes, *, is_lasting: bool = True) -> None:

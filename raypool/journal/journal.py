@@ -461,7 +461,7 @@ def check_given(folder: Path, contents: Contents, source: FunctionSource | None)
     if not texts or source is None:
         return
     known = FunctionSource.from_text(texts[-1])
-    if source.given and known.given not in (None, source.given, source.given_in_order):
+    if source.given and known.given not in (None, source.given):
         raise JournalError(
             f"{folder} was made by {source.function} with {known.words or 'no arguments'} from"
             f" functools.partial; this call passes {source.words or 'none'}. Use another folder;"

@@ -16,8 +16,8 @@ import math
 import struct
 import sys
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
@@ -61,19 +61,6 @@ def content_key(value: Any, what: str) -> str:
     return blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
 
-def numbered(keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys, with "-2", "-3" and so on behind repeated ones.
-
-    Example:
-        >>> list(numbered(["a", "b", "a", "a"]))
-        ['a', 'b', 'a-2', 'a-3']
-    """
-    counts: Counter[str] = Counter()
-    for key in keys:
-        counts[key] += 1
-        yield key if counts[key] == 1 else f"{key}-{counts[key]}"
-
-
 def function_key(fn: Any) -> str:
     """Return the name of a function from one run to the next: "module.qualname".
 
@@ -81,8 +68,8 @@ def function_key(fn: Any) -> str:
     object that of its type.
 
     Example:
-        >>> function_key(functools.partial(numbered, []))
-        'raypool.journal.keys.numbered'
+        >>> function_key(functools.partial(content_key, []))
+        'raypool.journal.keys.content_key'
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -408,7 +395,6 @@ class FunctionSource(NamedTuple):
         is_script: Whether that is a script, whose name alone does not lead to it.
         digest: The hash of `pickled`, in hexadecimal digits.
         given: The hash of the arguments from partials, if these are plain data.
-        given_in_order: The same with the keywords in their order, as runs made before have it.
         words: These arguments as readable text.
         held: The key of its captured values: closure, defaults, the object that it is a method of;
             None if that has no key.
@@ -427,7 +413,6 @@ class FunctionSource(NamedTuple):
     held: str | None = None
     pickled: bytes | None = None
     fingerprint: Sequence[Any] | None = None
-    given_in_order: str | None = None
 
     @staticmethod
     def of(fn: Any) -> FunctionSource:
@@ -448,10 +433,9 @@ class FunctionSource(NamedTuple):
             hashed = None if pickled is None else digest(pickled).hex()
             source = source._replace(pickled=pickled, digest=hashed)
         (args, keywords), inner = _arguments(fn)
-        in_order = encode([list(args), keywords])
         keywords = dict(sorted(keywords.items()))
         plain = encode([list(args), keywords])
-        if plain is None or in_order is None:
+        if plain is None:
             return source._replace(
                 held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()])
             )
@@ -459,7 +443,6 @@ class FunctionSource(NamedTuple):
         words = ", ".join([*map(repr, args), *named_args])[:MAX_WORDS] or None
         return source._replace(
             given=digest(plain.encode()).hex(),
-            given_in_order=digest(in_order.encode()).hex(),
             words=words,
             held=_key_of(lambda: _held(inner)),
         )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from raypool.errors import JournalError
-from raypool.journal.files import sync_folder
 from raypool.journal.rows import DATABASE
 from raypool.journal.salvage import carve
 from raypool.journal.schema import (
@@ -30,6 +29,7 @@ from raypool.journal.schema import (
     order_rows,
     read,
 )
+from raypool.worker.folders import sync_folder
 
 logger = logging.getLogger("raypool")
 

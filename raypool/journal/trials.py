@@ -33,9 +33,6 @@ PART = "raypool_part"
 """The attribute of a trial that may wait at rungs with its newest part: how many reports came
 before it, and after which epoch it ends; None: at the end of the trial."""
 
-RUNG = "raypool_rung"
-"""The attribute that earlier versions used for it: the rung to which it was promoted last."""
-
 OWNER = "raypool_run_dir"
 """The attribute of a trial in a user's study that says which search it belongs to."""
 

@@ -25,7 +25,6 @@ from raypool.journal.trials import (
     OWNER,
     PARENT,
     PART,
-    RUNG,
     STATES,
     STUDY,
     WORKERS,
@@ -224,7 +223,6 @@ class TrialStudy:
         trial = self._add(frozen.number, handle, params)
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
         trial.lineage = frozen.user_attrs.get(PARENT, ())
-        trial.rung = frozen.user_attrs.get(RUNG, 0)  # noted by earlier versions of raypool
         if (part := frozen.user_attrs.get(PART)) is not None:
             trial.noted_part = part[0], math.inf if part[1] is None else part[1]
         if handle is None:

@@ -33,8 +33,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
-from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on, marked
-from raypool.spmd.context import RankFunction
+from raypool.spmd.composite import Composite, PartInfo, forget_on, marked
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.spmd.group import Assignment
 from raypool.worker.running import is_interrupt
@@ -326,19 +325,6 @@ def warm_groups_of(driver: Driver) -> WarmGroups:
     """Return the warm groups of a pool."""
     with _lock:  # drivers of several pools share the table, each with its own thread
         return _warm_groups.setdefault(driver, WarmGroups())
-
-
-def submit_spmd(
-    engine: Engine,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    options: Options,
-    size: int,
-    places: tuple[int, ...] | None,
-) -> SpmdFuture:
-    """Submit a call with `size` ranks, on any workers or in these places; return its future."""
-    check_located(args, engine, size, places)
-    return submit_gang(engine, RankFunction(fn), args, options, size, places)
 
 
 def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated

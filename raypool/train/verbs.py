@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from raypool.channel.records import function_name
 from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
 from raypool.options import check_callable
 from raypool.parallel_for import check_progress
@@ -54,7 +55,7 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     kept = _checked_run_options(run_options)
     places = _rank_places(view, workers, kept.min_workers)
     given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}
-    name = view._options.name or _name_of(loop)
+    name = view._options.name or function_name(loop)
     return _started(view, places, lane, loop, config, kept, name, None, trainer, given)
 
 
@@ -206,7 +207,7 @@ def check_loop(loop: Any) -> None:
         signature = inspect.signature(loop)
     except (TypeError, ValueError):  # not every builtin has a signature
         raise InvalidTypeError(
-            f"The loop {_name_of(loop)} has no readable signature, like some builtins. Pass a"
+            f"The loop {function_name(loop)} has no readable signature, like some builtins. Pass a"
             " function of one argument, or of none."
         ) from None
     for arguments in ((), (None,)):  # Ray Train calls it with the config, or with nothing
@@ -216,7 +217,7 @@ def check_loop(loop: Any) -> None:
             continue
         return
     raise InvalidTypeError(
-        f"The loop {_name_of(loop)}({', '.join(signature.parameters)}) takes more than one"
+        f"The loop {function_name(loop)}({', '.join(signature.parameters)}) takes more than one"
         " argument. Put what it needs into `config`, a dict, or bind it with functools.partial."
     )
 
@@ -233,7 +234,7 @@ def check_names_in(loop: Any) -> None:
         for name in MANAGED_ONLY:
             if name in code.co_names:
                 raise InvalidValueError(
-                    f"The loop {_name_of(loop)} uses ray.train.{name}, which needs Ray Train's"
+                    f"The loop {function_name(loop)} uses ray.train.{name}, which needs Ray Train's"
                     ' controller: lane="managed". With the warm lane a loop reads and validates'
                     " its data itself, for example with ray.train.torch.prepare_data_loader."
                 )
@@ -262,7 +263,3 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
                 else 'If it is one of Ray\'s trainers, add lane="managed".'
             )
         )
-
-
-def _name_of(loop: Any) -> str:
-    return getattr(loop, "__name__", None) or type(loop).__name__

@@ -75,7 +75,8 @@ def sync_folder(folder: Path) -> None:
     """Sync a folder, so that files made or renamed in it are there after a crash too."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # not every file system supports it
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -362,7 +363,8 @@ class UrlStorage:
         """Return the files of the current version, and its time; nothing before the first."""
         try:
             with self._files.open_input_stream(self._pointer(name)) as stream:
-                return {"time": 0.0, **json.loads(stream.read())}  # early versions noted no time
+                known: dict[str, Any] = json.loads(stream.read())
+                return known
         except FileNotFoundError:
             return {}
 

@@ -23,7 +23,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from raypool.errors import InvalidTypeError
-from raypool.journal.keys import content_key, function_key, numbered
+from raypool.journal.keys import content_key, function_key
 
 T = TypeVar("T")
 
@@ -401,10 +401,6 @@ def test_what_is_nested_too_deeply_is_an_error():
 def test_the_same_list_twice_is_no_cycle():
     inner = [1]
     assert key([inner, inner]) == key([[1], [1]])
-
-
-def test_equal_items_are_numbered_in_their_order():
-    assert list(numbered(iter("abaab"))) == ["a", "b", "a-2", "a-3", "b-2"]
 
 
 class Callable:
