@@ -257,7 +257,6 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
                 f" at most {room}, or fewer resources for each.",
                 requested=number,
                 available=room,
-                holders=(),
             )
 
 

@@ -133,7 +133,7 @@ class ResourceError(RaypoolError):
 
     requested: float
     available: float
-    holders: tuple[str, ...]
+    holders: tuple[str, ...] = ()
 
 
 class StartupError(RaypoolError, BrokenExecutor):
@@ -205,7 +205,7 @@ class SpmdError(RaypoolError):
 class CollectiveError(RaypoolError):
     """Ranks called different collectives, or some (`.missing`) did not take part."""
 
-    missing: tuple[int, ...]
+    missing: tuple[int, ...] = ()
 
 
 class CompositeError(RaypoolError, IndexError):
@@ -221,8 +221,8 @@ class RankInterrupted(RaypoolError):
     context's (0: none of these), and the other rank (None: all). `.place` is its line of code.
     """
 
-    at_hand: tuple[str, int, int | None] | None
-    place: str
+    at_hand: tuple[str, int, int | None] | None = None
+    place: str = ""
 
 
 class TrainingError(RaypoolError):
@@ -234,8 +234,8 @@ class TrainingError(RaypoolError):
     """
 
     failures: dict[int, BaseException]
-    first_rank: int | None
-    result: Any
+    first_rank: int | None = None
+    result: Any = None
 
 
 class CloudError(RaypoolError):
@@ -245,7 +245,7 @@ class CloudError(RaypoolError):
 class InternalError(RaypoolError):
     """A bug in raypool; report it with `.story`, the last events about the task or worker."""
 
-    story: tuple[str, ...]
+    story: tuple[str, ...] = ()
 
 
 class TaskCancelled(BaseException):

@@ -38,7 +38,6 @@ from raypool.engine.engine import (
     open_engine,
     serial_engine,
     submit_call,
-    submit_function,
 )
 from raypool.engine.work import Work
 from raypool.equivalents import ARGUMENTS
@@ -205,7 +204,6 @@ class PoolView(concurrent.futures.Executor):
                 " part.",
                 requested=1,
                 available=0,
-                holders=(),
             )
         return self
 
@@ -772,7 +770,7 @@ class PoolView(concurrent.futures.Executor):
             # the key of the checkpoints is made of the function itself
             if self._options.checkpoints is not None:
                 return submit_call(engine, fn, args, {}, self._options, where)
-            return submit_function(engine, function, args, {}, self._options, where)
+            return submit_call(engine, function, args, {}, self._options, where)
 
         # inline, calls run while they are handed in: Ctrl-C in one of them ends that
         hand_in = unless_interrupted(submit) if is_inline(engine) else submit
@@ -1159,18 +1157,9 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.predict(torch.nn.Identity(), torch.arange(5.0), mini_batch_size=2)
             tensor([0., 1., 2., 3., 4.])
         """
-        from raypool.train.predict import predict_with
+        from raypool.train.predict import predict
 
-        target = self._target()
-        return predict_with(
-            target._engine,
-            target._options,
-            target._where(),
-            model,
-            data,
-            mini_batch_size=mini_batch_size,
-            output=output,
-        )
+        return predict(self._target(), model, data, mini_batch_size, output)
 
     @_explains
     def classify(
@@ -1206,18 +1195,9 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.classify(torch.nn.Identity(), torch.eye(3), labels=["a", "b", "c"])
             array(['a', 'b', 'c'], dtype='<U1')
         """
-        from raypool.train.predict import classify_with
+        from raypool.train.predict import classify
 
-        target = self._target()
-        return classify_with(
-            target._engine,
-            target._options,
-            target._where(),
-            model,
-            data,
-            labels=labels,
-            mini_batch_size=mini_batch_size,
-        )
+        return classify(self._target(), model, data, labels, mini_batch_size)
 
 
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:

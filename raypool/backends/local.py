@@ -243,7 +243,6 @@ class InlineBackend:
                 ' processes: profile="local", or address= of a cluster.',
                 requested=count,
                 available=available,
-                holders=(),
             )
         places = list(range(self._next_place, self._next_place + count))
         self._next_place += count

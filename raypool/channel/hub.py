@@ -423,7 +423,7 @@ class Hub:
             if feed is not None:
                 (feed.add_rows if kind == "metrics" else feed.add_text)(*rest)
         else:
-            raise InternalError(f"A worker sent a message of an unknown kind: {kind!r}.", story=())
+            raise InternalError(f"A worker sent a message of an unknown kind: {kind!r}.")
 
     def _feed_of(self, task_id: int) -> Feed | None:
         holder = self._holders.get(task_id)

@@ -401,7 +401,6 @@ class DurableLoop(LoopWork):
     def _give_up(self, error: BaseException) -> None:
         mistake = InternalError(
             "The journal's writer has failed. This is a bug in raypool; report it with the cause.",
-            story=(),
         )
         mistake.__cause__ = error
         self._wake(TaskState.FAILED, mistake)

@@ -509,7 +509,7 @@ T = TypeVar("T")
 
 def submit_call(
     engine: Engine,
-    fn: Callable[..., T],
+    fn: Callable[..., T] | Function,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
@@ -517,37 +517,27 @@ def submit_call(
 ) -> Future[T]:
     """Submit a call; return its future.
 
+    Args:
+        engine: The engine of the pool.
+        fn: The function; one for many calls may be made ready before, and has no checkpoints.
+        args: Its arguments.
+        kwargs: Those by name.
+        options: How the call is treated.
+        where: The workers that may run it.
+
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    work = _call_work(engine, engine.function(fn), args, kwargs, options)
-    if options.checkpoints is not None:
+    function = fn if isinstance(fn, Function) else engine.function(fn)
+    work = _call_work(engine, function, args, kwargs, options)
+    if options.checkpoints is not None and function is not fn:
         # imported late: only calls with checkpoints need it
         from raypool.journal.keys import content_key
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
     engine.driver.submit(work, options.spec(work.function.fn_id, where), work.future)
-    return work.future
-
-
-def submit_function(
-    engine: Engine,
-    function: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    where: Where,
-) -> Future[Any]:
-    """Submit a call of a function that was made ready before: for many calls of a large one.
-
-    Raises:
-        SerializationError: An argument cannot be sent; it names the variable.
-        PoolClosedError: The pool was shut down.
-    """
-    work = _call_work(engine, function, args, kwargs, options)
-    engine.driver.submit(work, options.spec(function.fn_id, where), work.future)
     return work.future
 
 

@@ -25,7 +25,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
-from raypool.engine.engine import submit_function
+from raypool.engine.engine import submit_call
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -588,7 +588,7 @@ def ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
 
     def submit(*args: Any, **kwargs: Any) -> Future[Any]:
         try:
-            return submit_function(engine, function, args, kwargs, options, where)
+            return submit_call(engine, function, args, kwargs, options, where)
         except SerializationError as error:
             _raise_unpicklable(error)
 

@@ -62,7 +62,6 @@ def search_in_gangs(
             " fewer, or open a larger pool.",
             requested=size,
             available=available,
-            holders=(),
         )
     if "://" in str(view._options.checkpoints):
         raise InvalidValueError(

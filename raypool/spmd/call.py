@@ -278,7 +278,6 @@ class SpmdWork:
             f" {available}. Ask for fewer ranks, or open another pool.",
             requested=size,
             available=available,
-            holders=(),
         )
 
 
@@ -312,7 +311,6 @@ def choose_ranks(
             " for fewer ranks, or open a larger pool.",
             requested=number,
             available=len(numbers),
-            holders=(),
         )
     return number, places
 

@@ -526,9 +526,7 @@ def _interruption(
     is_cut_off = any(map(is_disconnect, story.values()))
     if group is None and isinstance(error, ConnectionError):
         looking = AtHand("while it looked for the others", 0, None)
-        return RankInterrupted(
-            f"It did not find the other ranks: {error}", at_hand=looking, place=""
-        )
+        return RankInterrupted(f"It did not find the other ranks: {error}", at_hand=looking)
     if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story.values()):
         return None
     at_hand = None if group is None else group.at_hand

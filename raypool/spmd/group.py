@@ -137,7 +137,7 @@ class Group:
             headers = self._meet(Header(0, BEGIN, shape=own))
             if any(header.operation != BEGIN for header in headers):
                 raise CollectiveError(
-                    "A rank has used the context of an earlier call, which has ended.", missing=()
+                    "A rank has used the context of an earlier call, which has ended."
                 )
             if has_process:
                 _torch_groups().group_count = max(header.shape[1] for header in headers)
@@ -200,7 +200,6 @@ class Group:
             raise CollectiveError(
                 f"Rank {self.rank} was in {what} when the connection to another rank broke. Most"
                 " likely that rank has failed.",
-                missing=(),
             ) from error
 
     def _still_waiting(self, waited_s: float) -> None:

@@ -54,7 +54,6 @@ def checked(message: Any, secret: bytes) -> memoryview:
         raise CollectiveError(
             "A message arrived that no rank of this group has sent. It was not opened. Most likely"
             " another program has connected to a port of the group: see SECURITY.md.",
-            missing=(),
         )
     return rest
 

@@ -316,7 +316,7 @@ class Fault(NamedTuple):
             raise OSError(self.number, self.text)
         if own is not None:
             raise own
-        raise RankInterrupted(self.text, at_hand=("ray.train.report", 0, None), place="")
+        raise RankInterrupted(self.text, at_hand=("ray.train.report", 0, None))
 
 
 class RankOutcome(NamedTuple):

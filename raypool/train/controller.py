@@ -178,7 +178,6 @@ class Controller:
                 f"{self._run.name} has finished, but its model cannot be rebuilt here:"
                 f" {type(error).__name__}: {error}. This error's .result has the rest.",
                 failures={},
-                first_rank=None,
                 result=result,
             ) from error
 

@@ -251,7 +251,6 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
         f" {len(workers)} workers. Use execution='cpu', or a pool on GPUs.",
         requested=1,
         available=0,
-        holders=(),
     )
 
 

@@ -607,7 +607,7 @@ class ManagedAttempt:
         outcome, name = self._outcome, self._plan.name
         if isinstance(outcome, Result):
             if len(self._ends) < len(self._workers) or not self._ends:
-                raise InternalError(f"{name} ended, but not all ranks have reported how.", story=())
+                raise InternalError(f"{name} ended, but not all ranks have reported how.")
             return [self._opened(rank) for rank in sorted(self._ends)]
         if self._is_late:
             raise self._late()
@@ -615,9 +615,7 @@ class ManagedAttempt:
         if preempted is not None and not self._failures:
             raise preempted
         if outcome is None:
-            raise self._loan.exception() or InternalError(
-                f"{name} ended before it began.", story=()
-            )
+            raise self._loan.exception() or InternalError(f"{name} ended before it began.")
         if isinstance(outcome, (WorkerGroupError, ControllerError, PreemptionError, rx.RayError)):
             raise self._error(outcome)
         raise outcome
@@ -698,7 +696,7 @@ class ManagedAttempt:
             f"{name} was ended by Ray Train itself: {what}. The cause of this error has the"
             " details."
         )
-        made = TrainingError(text, failures={}, first_rank=None, result=None)
+        made = TrainingError(text, failures={})
         made.__cause__ = cause
         return made
 
@@ -707,7 +705,7 @@ class ManagedAttempt:
         error: BaseException
         if is_cut_off:
             text = "It was interrupted, because the connection to another rank broke."
-            error = RankInterrupted(text, at_hand=None, place="")
+            error = RankInterrupted(text)
         else:
             piece = Slice(TASK, rank, rank + 1, self._plan.attempt)
             name = f"rank {rank} of {self._plan.name}"

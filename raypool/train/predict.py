@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from raypool.channel.records import Function
-from raypool.engine.engine import Engine, submit_call, submit_function
+from raypool.engine.engine import Engine, submit_call
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -46,6 +46,9 @@ from raypool.train.data import (
 )
 from raypool.worker.running import notes_here
 
+if TYPE_CHECKING:
+    from raypool.pool import PoolView
+
 AHEAD = 3
 """The calls under way for each worker: none waits for the driver, and memory stays flat."""
 
@@ -56,20 +59,18 @@ PIECE_BYTES = 32 * 1024 * 1024
 """Mini-batches that travel to workers share calls up to this size [bytes]."""
 
 
-def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the verb
-    engine: Engine,
-    options: Options,
-    where: Where,
+def predict(
+    view: PoolView,
     model: Any,
     data: Any,
-    *,
-    mini_batch_size: int = 128,
-    output: Callable[[Any], Any] | None = None,
+    mini_batch_size: int,
+    output: Callable[[Any], Any] | None,
 ) -> Any:
     """Return the outputs of a model for data; see `PoolView.predict`."""
     mini_batch_size = checked_count("mini_batch_size", mini_batch_size, least=1)
     if output is not None:
         check_callable(output)
+    engine = view._engine
     if engine.driver.is_own_thread:
         raise InvalidValueError(
             "predict() cannot be called in the callback of a future: the pool would wait for"
@@ -78,8 +79,8 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
     samples = samples_of(data)
     key = uuid.uuid4().hex
     dataset = samples.items if isinstance(samples, Elsewhere) else None
-    options = replace(options, name=options.name or "predict")
-    with contextlib.closing(_Run(engine, options, where, key)) as run:
+    options = replace(view._options, name=view._options.name or "predict")
+    with contextlib.closing(_Run(engine, options, view._where(), key)) as run:
         function = engine.function(Predictor(key, still(model), dataset, mini_batch_size, output))
         if len(samples) == 0:
             outputs = _of_nothing(run, function, samples)
@@ -88,15 +89,8 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
     return as_arrays(outputs) if samples.gives_arrays else outputs
 
 
-def classify_with(  # noqa: PLR0913 - likewise
-    engine: Engine,
-    options: Options,
-    where: Where,
-    model: Any,
-    data: Any,
-    *,
-    labels: Any = None,
-    mini_batch_size: int = 128,
+def classify(
+    view: PoolView, model: Any, data: Any, labels: Any, mini_batch_size: int
 ) -> np.ndarray[Any, Any]:
     """Return the class with the highest score for each sample; see `PoolView.classify`."""
     names: np.ndarray[Any, Any] | None = None
@@ -110,10 +104,8 @@ def classify_with(  # noqa: PLR0913 - likewise
                 " the classes."
             )
     classes = functools.partial(class_numbers, None if names is None else len(names))
-    numbers = predict_with(
-        engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes
-    )
-    numbers = np.asarray(numbers).astype(np.int64, copy=False)  # of no samples they are floats
+    numbers = np.asarray(predict(view, model, data, mini_batch_size, classes))
+    numbers = numbers.astype(np.int64, copy=False)  # of no samples they are floats
     return numbers if names is None else names[numbers]
 
 
@@ -175,7 +167,7 @@ class _Run:
     def submit(self, function: Function, samples: Inputs, start: int, stop: int) -> Future[Any]:
         """Submit a piece."""
         piece = samples.piece(start, stop)
-        return submit_function(self._engine, function, (piece,), {}, self._options, self._where)
+        return submit_call(self._engine, function, (piece,), {}, self._options, self._where)
 
     def _note(self, future: Future[Any]) -> None:
         if future.worker is not None:

@@ -474,7 +474,7 @@ class Choice:
             words = shortages.lacking(self._demand, [node])
             if words is not None:
                 words = f"{name_of(node)}: {words}"
-                raise ResourceError(words, requested=len(indices), available=0, holders=())
+                raise ResourceError(words, requested=len(indices), available=0)
 
     def _check_others(self, needed: int, wanted: Wanted) -> None:
         """Make sure that this process's other pools leave enough: they are not waited for."""

@@ -169,7 +169,6 @@ class Placement:
                 f" {len(listed)} in all. Open a pool with a longer list.",
                 requested=least,
                 available=len(free),
-                holders=(),
             )
         return free[:most]
 

@@ -91,7 +91,6 @@ def check_sum(needs: Sequence[Need]) -> None:
                 " workers in resources=[...], or less for each.",
                 requested=requested,
                 available=capacity,
-                holders=(),
             )
 
 
@@ -101,7 +100,7 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     nodes = living_nodes()
     missing = lacking(demand, nodes)
     if missing is not None:
-        return ResourceError(missing, requested=least, available=0, holders=())
+        return ResourceError(missing, requested=least, available=0)
     able = [node for node in nodes if demand.allows(node)]
     requested, available = least * demand.each, there * demand.each
     capacity = sum(node["Resources"].get(demand.kind, 0) for node in able)
@@ -182,7 +181,6 @@ def _not_grown(need: Need, there: int, why: str) -> ResourceError:
         f"{need.demand.kind}: requested {requested:g}, available {available:g}{why}",
         requested=requested,
         available=available,
-        holders=(),
     )
 
 
@@ -295,7 +293,6 @@ def all_crowded(requested: int, available: int, crowd: str) -> ResourceError:
         " less memory, or end the processes that use it (see nvidia-smi).",
         requested=requested,
         available=available,
-        holders=(),
     )
 
 
@@ -314,7 +311,6 @@ def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> Resour
         f" part in resources): at most {most}, if they need nothing else.",
         requested=share,
         available=most,
-        holders=(),
     )
 
 
@@ -370,7 +366,6 @@ def no_such_gpus(
         f"{numbered}. {advice}",
         requested=len(missing),
         available=total,
-        holders=(),
     )
 
 
@@ -382,7 +377,6 @@ def nameless(missing: Sequence[str]) -> ResourceError:
         " not answer. Check nvidia-smi, or start Ray with indices.",
         requested=len(missing),
         available=0,
-        holders=(),
     )
 
 
@@ -399,7 +393,6 @@ def no_more_chosen(
         " only. List more GPUs in gpus=[...], or ask for fewer workers.",
         requested=requested,
         available=available,
-        holders=(),
     )
 
 
@@ -415,7 +408,6 @@ def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node])
         f"{fact} called {machine!r}, as in gpus= (GPU {', '.join(map(str, indices))}). {step}",
         requested=len(indices),
         available=0,
-        holders=(),
     )
 
 
@@ -426,5 +418,4 @@ def same_machine(first: str, second: str, requested: int) -> ResourceError:
         " its chosen GPUs.",
         requested=requested,
         available=0,
-        holders=(),
     )
