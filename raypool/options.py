@@ -57,7 +57,7 @@ class Options:
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("mismatch_timeout_s", self.mismatch_timeout_s)
-        check_delay("retry_delay_s", self.retry_delay_s)
+        _check_delay(self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(
                 f"fresh_process must be True or False, not {self.fresh_process!r}."
@@ -181,13 +181,15 @@ def check_seconds(name: str, value: Any) -> None:
         )
 
 
-def check_delay(name: str, value: Any) -> None:
+def _check_delay(value: Any) -> None:
     """Raise an error for a delay [s] that is not a number, below zero, or too long."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds. Use 0 for no wait.")
+        raise InvalidTypeError(
+            f"retry_delay_s={value!r} is not a number of seconds. Use 0 for no wait."
+        )
     if not 0 <= value <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
         raise InvalidValueError(
-            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest"
+            f"retry_delay_s={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest"
             " possible wait."
         )
 

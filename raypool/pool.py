@@ -1029,15 +1029,7 @@ class PoolView(concurrent.futures.Executor):
         from raypool.train.verbs import train
 
         return train(
-            self,
-            loop,
-            config,
-            workers=workers,
-            lane=lane,
-            run_options=run_options,
-            trainer=trainer,
-            datasets=datasets,
-            trainer_args=trainer_args,
+            self, loop, config, workers, lane, run_options, trainer, datasets, trainer_args
         )
 
     @_explains

@@ -267,7 +267,7 @@ class SpmdWork:
             told = (LossReason.PREEMPTED.value, LossReason.STOPPED.value)
             failures = [failure for failure in failures if reason_of(failure.error) not in told]
         if failures:
-            return spmd_error(name, size, failures, self._timeout_s if self._is_late else None)
+            return spmd_error(name, failures, self._timeout_s if self._is_late else None)
         if error is not None:
             return error
         if state is TaskState.CANCELLED:

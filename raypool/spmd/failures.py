@@ -65,9 +65,7 @@ class RankFailure(NamedTuple):
     worker: WorkerInfo
 
 
-def spmd_error(
-    name: str, world_size: int, ends: Sequence[RankFailure], timeout_s: float | None
-) -> SpmdError:
+def spmd_error(name: str, ends: Sequence[RankFailure], timeout_s: float | None) -> SpmdError:
     """Return the error for a call whose ranks have failed, or whose time was up (`timeout_s`)."""
     if timeout_s is not None:
         return _late(name, ends, timeout_s)

@@ -308,7 +308,7 @@ class Fault(NamedTuple):
     text: str
     number: int = 0
 
-    def raise_here(self, rank: int, own: BaseException | None) -> None:
+    def raise_here(self, own: BaseException | None) -> None:
         """Raise the error: the same on every rank, but for the user's own exception."""
         if self.kind == "value":
             raise InvalidValueError(self.text)
@@ -498,9 +498,9 @@ class CheckpointCommit:
 
 def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
     """Raise the error of the first rank that has one, on all ranks."""
-    for rank, outcome in enumerate(outcomes):
+    for outcome in outcomes:
         if outcome.fault is not None:
-            outcome.fault.raise_here(rank, own)
+            outcome.fault.raise_here(own)
 
 
 def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:

@@ -661,7 +661,7 @@ class ManagedAttempt:
             isinstance(error, ControllerError)
             and all(isinstance(end.error, RankInterrupted) for end in ends)
         ):
-            return spmd_error(name, self._size, ends, None)
+            return spmd_error(name, ends, None)
         cause = error.controller_failure if isinstance(error, ControllerError) else error
         kind = type(cause).__name__  # by name: the class is private to Ray
         if kind == "WorkerGroupStartupTimeoutError":

@@ -29,11 +29,10 @@ MANAGED_ONLY = ("get_dataset_shard", "ValidationTaskConfig")
 """Names of `ray.train` whose use in a loop requires Ray Train's controller."""
 
 
-def train(  # noqa: PLR0913 - the arguments of the verb
+def train(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     view: PoolView,
     loop: Callable[..., Any],
     config: Mapping[str, Any] | None,
-    *,
     workers: Workers,
     lane: str,
     run_options: RunOptions | None,

@@ -39,7 +39,7 @@ def test_the_first_in_time_is_named_and_the_rest_is_counted():
         end(2, ValueError("boom"), at=1.0),
         end(3, killed()),
     ]
-    error = spmd_error("train", 5, ends, None)
+    error = spmd_error("train", ends, None)
     assert isinstance(error, SpmdError)
     assert str(error).startswith(
         "Rank 2 of train (worker 12, lab, GPU 2) failed: ValueError: boom. "
@@ -64,7 +64,7 @@ def test_a_lost_rank_is_named_with_the_reason():
         reason=LossReason.EXIT,
         attempts=1,
     )
-    error = spmd_error("train", 2, [end(0, interrupted("barrier")), end(1, lost)], None)
+    error = spmd_error("train", [end(0, interrupted("barrier")), end(1, lost)], None)
     assert "Rank 1 of train" in str(error)
     assert "SIGKILL" in str(error)
     assert "1 was interrupted because of it" in str(error)
@@ -72,19 +72,19 @@ def test_a_lost_rank_is_named_with_the_reason():
 
 
 def test_nobody_else_no_rest():
-    assert "interrupted" not in str(spmd_error("train", 1, [end(0, ValueError("x"))], None))
+    assert "interrupted" not in str(spmd_error("train", [end(0, ValueError("x"))], None))
 
 
 def test_connections_that_broke_by_themselves_name_the_first_who_noticed():
     ends = [end(0, interrupted("all_reduce"), at=5.0), end(1, interrupted("all_reduce"), at=4.0)]
-    error = spmd_error("train", 2, ends, None)
+    error = spmd_error("train", ends, None)
     assert error.first_rank == 1
 
 
 def test_ranks_that_did_not_meet_are_told_what_each_wanted():
     text = "Rank 0 is in all_reduce, rank 1 in barrier."
     ends = [end(rank, CollectiveError(text, missing=())) for rank in (0, 1)]
-    error = spmd_error("train", 2, ends, None)
+    error = spmd_error("train", ends, None)
     assert text in str(error)
     assert isinstance(error.__cause__, CollectiveError)
 
@@ -95,7 +95,7 @@ def test_of_late_ranks_the_one_that_the_others_wait_for_is_named():
         end(1, interrupted()),
         end(2, interrupted("all_reduce")),
     ]
-    error = spmd_error("train", 3, ends, 2.5)
+    error = spmd_error("train", ends, 2.5)
     assert error.first_rank == 1
     assert isinstance(error.failures[1], TaskTimeoutError)
     assert set(error.failures) == {1}
@@ -108,15 +108,13 @@ def test_of_late_ranks_the_one_that_the_others_wait_for_is_named():
 
 
 def test_a_late_rank_that_had_to_be_killed_is_named():
-    error = spmd_error("train", 2, [end(0, interrupted("barrier")), end(1, killed())], 1.0)
+    error = spmd_error("train", [end(0, interrupted("barrier")), end(1, killed())], 1.0)
     assert error.first_rank == 1
     assert "rank 1 did not answer, and was killed with its worker" in str(error)
 
 
 def test_if_all_wait_all_are_named():
-    error = spmd_error(
-        "train", 2, [end(0, interrupted("receive")), end(1, interrupted("send"))], 1.0
-    )
+    error = spmd_error("train", [end(0, interrupted("receive")), end(1, interrupted("send"))], 1.0)
     assert set(error.failures) == {0, 1}
     assert "rank 0 was in receive (the 3rd operation of the call); rank 1 was in send" in str(error)
 
