@@ -11,9 +11,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -43,7 +45,13 @@ _screen = threading.Lock()
 def terminal_view() -> TerminalView | None:
     """Return a view on standard error; None without a terminal, or if another loop has it."""
     # a task that prints may draw the picture, too
-    console = SafeConsole(file=capture.beneath(sys.stderr))
+    console = SafeConsole(
+        # what is printed meanwhile is no markup of rich's
+        file=capture.beneath(sys.stderr),
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     view = TerminalView(console, _screen.release)
@@ -69,6 +77,8 @@ class TerminalView:
         )
         self._leave = leave
         self._is_terminal_gone = False
+        # handlers of log records, with their own streams
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def show(self, status: LoopStatus) -> None:
         """Draw the loop."""
@@ -76,8 +86,11 @@ class TerminalView:
             return
         picture = Picture(self._console, status)
         try:
-            self._live.start()
-            capture.put_on_top()  # rich has replaced the streams that separate the tasks' output
+            if not self._live.is_started:
+                before = capture.streams()
+                self._live.start()
+                capture.put_on_top()  # rich has replaced the streams that separate tasks' output
+                self._move_handlers(before)
             self._live.update(picture, refresh=True)
         except OSError:
             self._is_terminal_gone = True  # the loop goes on
@@ -92,9 +105,30 @@ class TerminalView:
             if status.is_begun:
                 self.show(status)
 
+    def _move_handlers(self, before: tuple[Any, ...]) -> None:
+        """Let log records appear above the display: their handlers have kept the old streams."""
+        for old, new in zip(before, capture.streams(), strict=True):
+            if capture.beneath(old) is capture.beneath(new):
+                continue
+            for handler in _stream_handlers():
+                if capture.beneath(handler.stream) is capture.beneath(old):
+                    is_captured = handler.stream is not capture.beneath(handler.stream)
+                    stream = handler.setStream(new if is_captured else capture.beneath(new))
+                    self._moved.append((handler, stream))
+
     def _stop(self) -> None:
+        for handler, stream in self._moved:
+            handler.setStream(stream)
         with contextlib.suppress(OSError):  # the terminal is gone
             self._live.stop()
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {
+        id(handler): handler for logger in loggers for handler in getattr(logger, "handlers", ())
+    }
+    return [each for each in handlers.values() if isinstance(each, logging.StreamHandler)]
 
 
 def _flush_output() -> None:

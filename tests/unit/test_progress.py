@@ -5,6 +5,7 @@ every size.
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from typing import Any
@@ -373,6 +374,41 @@ def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(
     shown = screen.getvalue()
     assert all(shown.count(text) == 1 for text in ("before", "meanwhile", "a warning", "after"))
     assert "0 of 3" in shown
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_log_records_appear_above_the_picture(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next picture would erase them: their handler was made before."""
+    screen = Screen()
+    look_at(screen, monkeypatch)
+    logger = logging.Logger("train")
+    monkeypatch.setitem(logging.root.manager.loggerDict, "train", logger)
+    with listening():
+        handler = logging.StreamHandler(sys.stderr if is_captured else screen)
+        before = handler.stream
+        logger.addHandler(handler)
+        view = terminal_view()
+        assert view is not None
+        loop = FakeLoop()
+        view.show(loop.look(0))
+        logger.warning("a record")
+        assert "of 13" in screen.getvalue().partition("a record")[2]  # drawn again below it
+        view.end(loop.end())
+        assert handler.stream is before
+
+
+def test_text_printed_meanwhile_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    look_at(screen, monkeypatch)
+    view = terminal_view()
+    assert view is not None
+    loop = FakeLoop()
+    view.show(loop.look(0))
+    print("[/INST] a [bold] token :smile:", end="", flush=True)
+    view.end(loop.end())
+    assert "[/INST] a [bold] token :smile:" in screen.getvalue()
 
 
 def test_a_training_shows_epochs_metrics_and_speed_also_at_its_end() -> None:
