@@ -265,6 +265,18 @@ def catalogue(name: str) -> Catalogue:
         raise CloudError(f"There is no catalogue {name!r}{nearest(name, NAMES)}")
     file = resources.files("raypool.cluster").joinpath("catalogues", f"{name}.toml")
     data = tomllib.loads(file.read_text(encoding="utf-8"))
+    machines = {}
+    for each, entry in data["machines"].items():
+        if isinstance(entry, dict):
+            machines[each] = Machine(each, **entry)
+            continue
+        gb_per_vcpu, *sizes = entry  # a family: `m5 = [4, 2, 4]` is m5.large and m5.xlarge
+        for vcpus in sizes:
+            size = {1: "medium", 2: "large", 4: "xlarge"}.get(vcpus, f"{vcpus // 4}xlarge")
+            machine = f"{each}.{size}" if name == "aws" else f"{each}-{vcpus}"
+            memory_gb = round(gb_per_vcpu * vcpus, 2)
+            whole = int(memory_gb)  # 30 GB are shown as 30, not 30.0
+            machines[machine] = Machine(machine, vcpus, whole if whole == memory_gb else memory_gb)
     gpus = {}
     for kind, entry in data["gpus"].items():
         # the zones of a region are written as letters: {us-central1 = "abf"}
@@ -281,7 +293,7 @@ def catalogue(name: str) -> Catalogue:
         name,
         data["date"],
         tuple(data["sources"]),
-        {each: Machine(each, **entry) for each, entry in data["machines"].items()},
+        machines,
         gpus,
         data.get("prices", {}),
     )
