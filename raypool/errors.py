@@ -434,6 +434,10 @@ PACKAGES = {"jinja2": "Jinja2", "sklearn": "scikit-learn"}
 """The names of modules in pip, where they differ."""
 
 
+class MissingExtraError(RaypoolError, ModuleNotFoundError):
+    """A package of an extra is not installed."""
+
+
 def check_installed(extra: str, what: str, *modules: str) -> None:
     """Make sure that the modules of an extra are installed; they are not imported.
 
@@ -443,19 +447,19 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
         modules: Their names.
 
     Raises:
-        ModuleNotFoundError: One is missing; the message says how to get it.
+        MissingExtraError: One is missing; the message says how to get it.
 
     Example:
         >>> check_installed("plots", "It", "json", "no_such")
         Traceback (most recent call last):
         ...
-        ModuleNotFoundError: It needs no_such, which is not installed: pip install "raypool[plots]"
+        raypool.errors.MissingExtraError: It needs no_such, which is not installed: ...
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         names = " and ".join(PACKAGES.get(name, name) for name in missing)
         verb = "is" if len(missing) == 1 else "are"
-        raise ModuleNotFoundError(
+        raise MissingExtraError(
             f'{what} needs {names}, which {verb} not installed: pip install "raypool[{extra}]"',
             name=missing[0],
         )

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.padding import Padding
@@ -131,12 +130,9 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
         Whether all items finished, except the intended failure.
 
     Raises:
-        click.ClickException: A package that the demo needs is not installed.
+        ModuleNotFoundError: A package that the demo needs is not installed.
     """
-    try:
-        check_installed("demo", "The demo", "sklearn", "matplotlib")
-    except ModuleNotFoundError as error:
-        raise click.ClickException(str(error)) from None
+    check_installed("demo", "The demo", "sklearn", "matplotlib")
     out.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     say = partial(SafeConsole(highlight=False).print, soft_wrap=True)

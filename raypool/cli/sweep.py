@@ -75,10 +75,8 @@ def _checked_watch(context: click.Context, param: click.Parameter, is_watched: b
     from raypool.watch.watch_page import check_packages
 
     if is_watched:
-        try:
+        with errors_said(before_work=True):
             check_packages()
-        except ModuleNotFoundError as error:  # of an extra
-            raise click.UsageError(str(error)) from error
     return is_watched
 
 
@@ -568,8 +566,6 @@ def report(run_dir: Path, out: Path) -> None:
         results = load_results(run_dir)
         try:
             results.report(out)
-        except ModuleNotFoundError as error:  # of an extra
-            raise click.ClickException(str(error)) from error
         except OSError as error:
             raise click.ClickException(
                 f"{out} could not be written: {error.strerror or error}."
@@ -605,10 +601,7 @@ def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -
 
     folder = folder.absolute()
     with errors_said():
-        try:
-            watch_page.check_can_watch(folder)
-        except ModuleNotFoundError as error:  # of an extra
-            raise click.ClickException(str(error)) from error
+        watch_page.check_can_watch(folder)
     from raypool.watch.run_reader import sweeps_below
     from raypool.watch.server import RunsFolder, WatchServer
 

@@ -118,3 +118,13 @@ def test_failures_and_mistakes(folder: Path) -> None:
     assert gangs.exit_code != 0
     assert "workers_per_trial=2: requested 2 workers, available 1." in gangs.stderr
     assert not is_in_use(folder / "run")
+
+
+def test_a_search_without_optuna_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypool.errors.find_spec", lambda name: None)
+    done = search("--num-trials", "2")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "Error: A search space needs optuna, which is not installed: pip install"
+        ' "raypool[search]"\n',
+    )
