@@ -597,6 +597,7 @@ def _try_out(place: str, job_id: str) -> None:
 def _leave(data: bytes, job_id: str, place: str | None) -> None:
     """Store the outcome at its place; if that fails, on the disk of this node."""
     from raypool.cluster.jobs import make_outputs_folder
+    from raypool.worker.folders import write_file
 
     if place is not None:
         try:
@@ -608,10 +609,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
             )
         else:
             return
-    draft = make_outputs_folder() / f"{job_id}.draft"
-    draft.touch(mode=0o600)  # before there is anything in it that others could read
-    draft.write_bytes(data)
-    draft.replace(draft.with_suffix(""))  # nobody can read half of it
+    write_file(make_outputs_folder() / job_id, data, is_lasting=False)
 
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:

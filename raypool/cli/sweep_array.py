@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from raypool.channel.records import Function, function_name
 from raypool.cli.output import echo
 from raypool.cluster.slurm import FILE, job_file, named, new_folder, num_left, size_of, submit
-from raypool.cluster.slurm_job import write_private
 from raypool.core.model import Slice
 from raypool.engine.durable import RunPart
 from raypool.engine.loop import LoopOptions
@@ -30,6 +29,7 @@ from raypool.journal.files import make_folder
 from raypool.journal.rows import PARTS
 from raypool.parallel_for import new_loop
 from raypool.profile_files import resolve_profile
+from raypool.worker.folders import write_file
 
 if TYPE_CHECKING:
     from raypool.cli.inputs import Config
@@ -88,7 +88,7 @@ def submit_array(
     copy = run_dir / PARTS / f"configs{configs.suffix}"  # the user may edit the original meanwhile
     shutil.copyfile(configs, copy)
     plan = {"run": loop.run, "tasks": tasks}
-    write_private(run_dir / PLAN, json.dumps(plan))  # first: a task may start at once
+    write_file(run_dir / PLAN, json.dumps(plan).encode())  # first: a task may start at once
     command = ["python", "-m", "raypool", "sweep", target, str(copy), f"--run-dir={run_dir}"]
     command += [f"--part-of={loop.run}"]
     command += [
@@ -99,13 +99,14 @@ def submit_array(
     folder = new_folder(profile.slurm, f"array_{uuid.uuid4().hex[:16]}")
     size = size_of(profile, workers, workers)
     file = folder / FILE
-    write_private(file, job_file(profile.slurm, size, command, name=name, requeue=True))
+    text = job_file(profile.slurm, size, command, name=name, requeue=True)
+    write_file(file, text.encode())
     try:
         job = submit(file, f"--array=0-{len(tasks) - 1}", f"--output={folder}/%a.log")
     except BaseException:
         shutil.rmtree(run_dir / PARTS)
         raise
-    write_private(run_dir / PLAN, json.dumps({**plan, "job": job}))
+    write_file(run_dir / PLAN, json.dumps({**plan, "job": job}).encode())
     echo(
         f"Submitted Slurm job {job} for {len(numbers)} of {len(items)} items, {per_task} per task."
         f" {shlex.join(['raypool', 'show', options['run_dir']])} shows their results, {folder} has"

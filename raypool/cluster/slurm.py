@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from raypool.cluster.slurm_job import CONNECTION, JOIN_S, TOKEN, ask, write_private
+from raypool.cluster.slurm_job import CONNECTION, JOIN_S, TOKEN, ask
 from raypool.errors import CloudError, InvalidValueError, StartupError, did_you_mean
 from raypool.profiles import Profile, Slurm
-from raypool.worker.folders import make_private
+from raypool.worker.folders import make_private, write_file
 
 LOOK_S = 1.0
 """The interval of questions about a job in the queue [s]; it doubles up to `MOST_LOOK_S`."""
@@ -357,7 +357,7 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
     # Ray tells workers where a driver finds its modules, but not for a client
     env = {"PYTHONPATH": os.pathsep.join(_own_paths())}
     text = job_file(slurm, size, [], name="raypool", folder=folder, env=env)
-    write_private(folder / FILE, text)
+    write_file(folder / FILE, text.encode())
     try:
         job = submit(folder / FILE)
     except CloudError:

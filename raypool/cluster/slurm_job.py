@@ -48,7 +48,7 @@ from raypool.cluster.connect import listens
 from raypool.cluster.launcher_file import HEALTH_CHECKS
 from raypool.cluster.preemption import Notice, drain
 from raypool.errors import CloudError
-from raypool.worker.folders import hold, make_private, remove_unheld
+from raypool.worker.folders import hold, make_private, remove_unheld, write_file
 
 JOIN_S = 300.0
 """The time for all nodes to join [s]."""
@@ -407,7 +407,7 @@ def main(words: Sequence[str]) -> int:
     if keeps_status and not job.is_requeued:
         is_cancelled = job.ended.is_set()
         status = {"exit_code": code, "is_cancelled": is_cancelled, "ended_at": time.time()}
-        write_private(options.folder / STATUS, json.dumps(status))
+        write_file(options.folder / STATUS, json.dumps(status).encode())
     return code
 
 
@@ -519,12 +519,12 @@ class SlurmJob:
     def _serve_drivers(self, setup: RaySetup) -> int:
         """Let drivers elsewhere use the cluster, as long as there are any; return the exit code."""
         folder = self._options.folder
-        write_private(folder / TOKEN, os.environ["RAY_AUTH_TOKEN"])
+        write_file(folder / TOKEN, os.environ["RAY_AUTH_TOKEN"].encode())
         addresses = {
             "address": setup.address,
             "client": f"ray://{setup.client_address}",
         }
-        write_private(folder / CONNECTION, json.dumps(addresses))  # a driver waits for it
+        write_file(folder / CONNECTION, json.dumps(addresses).encode())  # a driver waits for it
         is_child = self._options.child
         over = threading.Event()
         if is_child:
@@ -583,15 +583,6 @@ def _free_ports(number: int) -> list[int]:
         for holder in holders:
             holder.bind(("", 0))
         return [int(holder.getsockname()[1]) for holder in holders]
-
-
-def write_private(file: Path, text: str) -> None:
-    """Write a file that only this user can read; it is there only when it is whole."""
-    draft = file.with_name(f".{file.name}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(text)
-    draft.replace(file)
 
 
 def _has_drivers(setup: RaySetup) -> bool:

@@ -33,10 +33,10 @@ from raypool.cluster.slurm import (
     size_of,
     submit,
 )
-from raypool.cluster.slurm_job import STATUS, write_private
+from raypool.cluster.slurm_job import STATUS
 from raypool.errors import CloudError, InvalidValueError
 from raypool.profiles import Profile, Slurm
-from raypool.worker.folders import make_private
+from raypool.worker.folders import make_private, write_file
 
 INFO = "job.json"
 """The file in a job's folder with its name, command and number."""
@@ -105,7 +105,7 @@ class SlurmJobs(JobQueue):
             requeue=self._is_requeued,
             env=env,
         )
-        write_private(folder / FILE, text)
+        write_file(folder / FILE, text.encode())
         directory = Path(self._profile.working_dir or "").expanduser().absolute()
         info = {
             "name": request.name,
@@ -114,7 +114,7 @@ class SlurmJobs(JobQueue):
             "submitted_at": time.time(),
             "metadata": dict(request.metadata),
         }
-        write_private(folder / INFO, json.dumps(info))
+        write_file(folder / INFO, json.dumps(info).encode())
 
     def look(self, job_id: str) -> JobInfo:
         """Return the state of a job, by its id or Slurm's number.
@@ -198,7 +198,7 @@ class SlurmJobs(JobQueue):
         if stopped.state == "cancelled" and not (folder / STATUS).exists():
             # it never began, and Slurm forgets it in a few minutes
             status = {"exit_code": None, "is_cancelled": True, "ended_at": time.time()}
-            write_private(folder / STATUS, json.dumps(status))
+            write_file(folder / STATUS, json.dumps(status).encode())
         return stopped
 
     def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[None]:

@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import stat
-import uuid
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -42,26 +41,6 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        sync_folder(path.parent)
-
-
-def write_file(path: Path, data: bytes, *, is_lasting: bool = True) -> None:
-    """Write a file for the owner only, in one step; if it is to last, it is on disk on return."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with os.fdopen(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-        ) as file:
-            file.write(data)
-            if is_lasting:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    if is_lasting:
         sync_folder(path.parent)
 
 

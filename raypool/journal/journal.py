@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raypool.errors import JournalError, SerializationError
-from raypool.journal.files import Damaged, check_run, make_folder, write_file
+from raypool.journal.files import Damaged, check_run, make_folder
 from raypool.journal.fingerprints import changes
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
@@ -36,6 +36,7 @@ from raypool.journal.rows import (
     to_row,
 )
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
+from raypool.worker.folders import write_file
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
 

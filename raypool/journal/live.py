@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidValueError, JournalError
-from raypool.journal.files import append, distrust, make_folder, write_file
+from raypool.journal.files import append, distrust, make_folder
 from raypool.journal.lock import is_alive
+from raypool.worker.folders import write_file
 
 WATCH = "watch"
 """The folder for watchers in the folder of a run."""

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TypedDict
 
-from raypool.journal.files import write_file
+from raypool.worker.folders import write_file
 
 NOTES = "notes.json"
 

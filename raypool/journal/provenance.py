@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.gpus.nvml import NvmlInventory, nvml
-from raypool.journal.files import digest, make_folder, write_file
+from raypool.journal.files import digest, make_folder
 from raypool.journal.keys import FunctionSource
 from raypool.journal.schema import Row
+from raypool.worker.folders import write_file
 
 FOLDER = "provenance"
 

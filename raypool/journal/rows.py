@@ -24,11 +24,11 @@ from raypool.journal.files import (
     load,
     make_folder,
     read_file,
-    write_file,
 )
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
 from raypool.results import Row
+from raypool.worker.folders import write_file
 
 logger = logging.getLogger("raypool")
 

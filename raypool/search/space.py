@@ -11,8 +11,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError, JournalError
-from raypool.journal.files import write_file
 from raypool.search import STORABLE, check_choices
+from raypool.worker.folders import write_file
 
 SPACE = "space.json"
 """The file in the folder of a search with its space."""

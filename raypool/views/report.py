@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
-from raypool.journal.files import write_file
 from raypool.journal.provenance import facts_of
 from raypool.views.drawing import (
     COLORS,
@@ -36,6 +35,7 @@ from raypool.views.drawing import (
 )
 from raypool.views.importance import Importance, importance_of
 from raypool.views.words import describe_error, printable
+from raypool.worker.folders import write_file
 
 if TYPE_CHECKING:
     import pandas as pd

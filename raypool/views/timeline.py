@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
-from raypool.journal.files import write_file
 from raypool.views.drawing import COLORS, Timeline, cell, plan, took, unit_of
 from raypool.views.kernel import notebook_shell
+from raypool.worker.folders import write_file
 
 if TYPE_CHECKING:
     import pandas as pd

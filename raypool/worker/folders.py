@@ -81,6 +81,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_file(path: Path, data: bytes, *, is_lasting: bool = True) -> None:
+    """Write a file for the owner only, in one step; if it is to last, it is on disk on return."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as file:
+            file.write(data)
+            if is_lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if is_lasting:
+        sync_folder(path.parent)
+
+
 class TemporaryFolder:
     """A folder for temporary files, made at first use; it goes with this object or the process."""
 
