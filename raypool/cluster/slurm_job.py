@@ -118,24 +118,12 @@ def environment_without(names: re.Pattern[str]) -> dict[str, str]:
 
 
 class RaySetup(NamedTuple):
-    """Settings for the node processes of a job: the head, its ports, and a name for folders."""
+    """Settings for the node processes of a job."""
 
     head: str
-    head_address: str
-    port: int
-    client_port: int
-    name: str
-    ray_options: tuple[str, ...] = ()
-
-    @property
-    def address(self) -> str:
-        """Where Ray's control store listens."""
-        return f"{self.head_address}:{self.port}"
-
-    @property
-    def client_address(self) -> str:
-        """Where Ray Client's server listens."""
-        return f"{self.head_address}:{self.client_port}"
+    address: str  # where Ray's control store listens
+    client_address: str  # where Ray Client's server listens
+    name: str  # for folders
 
 
 def say(text: str) -> None:
@@ -293,8 +281,8 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
     if name == setup.head:
         command += [
             "--head",
-            f"--port={setup.port}",
-            f"--ray-client-server-port={setup.client_port}",
+            f"--port={setup.address.rpartition(':')[2]}",
+            f"--ray-client-server-port={setup.client_address.rpartition(':')[2]}",
             "--include-dashboard=false",
         ]
     else:
@@ -305,7 +293,7 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
         free = shutil.disk_usage("/dev/shm").free  # where Ray's store is
         store = min(int(given * STORE_SHARE), free)
         command += [f"--object-store-memory={store}", f"--memory={given - store}"]
-    return [*command, *setup.ray_options]
+    return command
 
 
 def _gpus_here() -> int:
@@ -388,9 +376,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--child", action="store_true", help="exit when standard input, the driver's, closes"
     )
-    parser.add_argument(
-        "--ray-option", action="append", default=[], help="option for `ray start`; may be repeated"
-    )
     options = parser.parse_args(words[:at])
     command = words[at + 1 :]
     if not command and options.folder is None:
@@ -431,16 +416,10 @@ class SlurmJob:
         signal.signal(signal.SIGTERM, lambda *_: self.ended.set())
         gpus = gpus_of_nodes(self._job)
         head = os.environ.get("SLURMD_NODENAME") or next(iter(gpus))
-        port, client_port = _free_ports(2)
+        host = address_of(head)
+        address, client_address = (f"{host}:{port}" for port in _free_ports(2))
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        setup = RaySetup(
-            head,
-            address_of(head),
-            port,
-            client_port,
-            f"{self._job}.{restarts}",
-            tuple(self._options.ray_option),
-        )
+        setup = RaySetup(head, address, client_address, f"{self._job}.{restarts}")
         os.environ |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
