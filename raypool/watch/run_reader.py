@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from raypool.channel.feed import Feed, fields_of, text_of_file
 from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, samples_in
-from raypool.errors import InvalidValueError, JournalError
+from raypool.errors import JournalError
 from raypool.journal.files import DIARY, METRICS, Damaged
 from raypool.journal.live import actions_in, live_of
 from raypool.journal.lock import is_in_use, is_running
@@ -37,7 +37,7 @@ from raypool.journal.reading import (
 from raypool.journal.rows import DATABASE, Stored, StoredAt, words_of
 from raypool.journal.schema import Row
 from raypool.journal.trials import STUDY
-from raypool.results import Results, collector_paused, direction
+from raypool.results import Results, collector_paused
 from raypool.views.drawing import (
     MAX_EXACT,
     MAX_METRICS,
@@ -134,7 +134,7 @@ class ItemReports:
             curve["x"].append(x[at])
             curve["y"].append(y[at])
             before = at
-        return {**curve, "num_points": len(places)}
+        return curve
 
 
 class ItemTable(NamedTuple):
@@ -236,12 +236,6 @@ class RunReader:
         config = columns(story.frame, story.configs)
         made = table_of(story, config)
         names = [column["name"] for column in made["columns"]]
-        mode = None
-        if story.trials is not None:
-            mode = story.trials.mode
-        elif story.metric is not None:
-            with contextlib.suppress(InvalidValueError):
-                mode = direction(story.metric)
         return ItemTable(
             made["columns"],
             [list(row) for row in zip(*made["cells"], strict=True)],
@@ -255,7 +249,6 @@ class RunReader:
             {
                 "title": results._name,
                 "metric": story.metric,
-                "mode": mode,
                 "best": best_of(story, config),
             },
             results,
@@ -322,7 +315,6 @@ class RunReader:
         notes = self._content(NOTES, lambda: notes_in(self.folder))[0] or {}
         return {
             "title": self.folder.name,
-            "path": str(self.folder),
             "state": state,
             "is_running": is_now,
             "can_act": why_not is None,
@@ -333,7 +325,7 @@ class RunReader:
             "counts": dict(counts),
             "started_at": started_at,
             "duration_s": duration_s,
-            **({"metric": None, "mode": None, "best": None} if table is None else table.summary),
+            **({"metric": None, "best": None} if table is None else table.summary),
             "columns": [] if table is None else table.columns,
             "rows": rows,
             "metrics": [name for name in self._metrics if name not in STEPS][:MAX_METRICS],
@@ -391,7 +383,7 @@ class RunReader:
             for item in items
             if item < self.num_items and self.key(item) in self._reports
         }
-        return {item: curve for item, curve in found.items() if curve["num_points"]}
+        return {item: curve for item, curve in found.items() if curve["x"]}
 
     def item(self, item: int) -> State:
         """Return all that is known of an item."""
@@ -460,22 +452,18 @@ class Brief:
         if version == known:
             began = brief["started_at"] if is_now else None
             return brief if began is None else {**brief, "duration_s": time.time() - began}
-        problems: list[str] = []
         counts: dict[str, int] = {}
         started_at, duration_s = None, 0.0
-        try:
-            contents = read_contents(folder, lambda text, *gaps: problems.append(text % gaps))
+        with contextlib.suppress(JournalError):
+            contents = read_contents(folder, lambda *_: None)
             statuses = [entry.stored and entry.stored.status for entry in entries_of(contents)]
             counts = Counter(status or ("waiting" if is_now else "missing") for status in statuses)
             started_at, duration_s = _times(contents, is_now)
-        except JournalError as error:
-            problems.append(str(error))
         brief = {
             "state": state_of(folder, is_now, started_at is not None),
             "counts": counts,
             "started_at": started_at,
             "duration_s": duration_s,
-            "problem": " ".join(problems) or None,
         }
         self._known = version, brief
         return brief
@@ -561,7 +549,6 @@ def _gpus(samples: Sequence[GpuSample]) -> list[State]:
             {
                 "host": host,
                 "gpu": gpu,
-                "name": None,
                 "total_bytes": found[-1].total_bytes,
                 "time": [sample.time for sample in kept],
                 "utilization": [sample.utilization for sample in kept],
