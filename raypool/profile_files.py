@@ -30,7 +30,7 @@ import operator
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -243,7 +243,9 @@ class ProfileFile:
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
         """Make an object from a table."""
-        known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+        own = fields(cls)  # type: ignore[arg-type]
+        known = [each.name for each in own]
+        required = [each.name for each in own if each.default is each.default_factory is MISSING]
         values: dict[str, Any] = {}
         for key, entry in table.items():
             at = (*keys, key)
@@ -252,7 +254,10 @@ class ProfileFile:
                 hint = did_you_mean(key, [*known, *others])
                 self.refuse(InvalidValueError, at, f"{what} has no field {key!r}.{hint}")
             values[key] = self._value(key, entry, at)
-            self._try(cls, {key: values[key]}, at)  # by itself: an error has its line then
+            # by itself: an error has its line then
+            self._try(cls, {**dict.fromkeys(required, ""), key: values[key]}, at)
+        if missing := [name for name in required if name not in values]:
+            self.refuse(InvalidValueError, keys, f"{what} lacks {' and '.join(missing)}.")
         return self._try(cls, values, keys)
 
     def _try(self, cls: type[T], values: Mapping[str, Any], keys: Keys) -> T:
@@ -278,33 +283,15 @@ class ProfileFile:
                 InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables."
             )
         if key == "tls":
-            return self._tls(entry, keys)
-        if key in ("token_file", "working_dir", "folder", "trace") and isinstance(entry, str):
-            return self._path(entry)
+            if isinstance(entry, dict):
+                return self._made(Tls, entry, keys, "tls")
+            names = ", ".join(field.name for field in fields(Tls))
+            self.refuse(InvalidTypeError, keys, f"tls={entry!r} is not a table with {names}.")
+        paths = ("token_file", "working_dir", "folder", "trace", "certificate", "key", "authority")
+        if key in paths and isinstance(entry, str):
+            # an absolute path stays itself
+            return str(self.path.parent / Path(entry).expanduser())
         return self._function(key, entry, keys) if key in ("setup", "teardown") else entry
-
-    def _tls(self, entry: Any, keys: Keys) -> Tls:
-        names = [field.name for field in fields(Tls)]
-        if not isinstance(entry, dict):
-            self.refuse(
-                InvalidTypeError, keys, f"tls={entry!r} is not a table with {', '.join(names)}."
-            )
-        for name, path in entry.items():
-            if name not in names:
-                self.refuse(
-                    InvalidValueError,
-                    (*keys, name),
-                    f"tls has no field {name!r}.{did_you_mean(name, names)}",
-                )
-            # the others stand in, so that the error is about this one
-            self._try(Tls, {**dict.fromkeys(names, ""), name: path}, (*keys, name))
-        missing = [name for name in names if name not in entry]
-        if missing:
-            self.refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
-        return Tls(**{name: self._path(path) for name, path in entry.items()})
-
-    def _path(self, entry: str) -> str:
-        return str(self.path.parent / Path(entry).expanduser())  # an absolute path stays itself
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:
