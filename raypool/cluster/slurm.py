@@ -19,10 +19,8 @@ import os
 import re
 import shlex
 import shutil
-import site
 import subprocess
 import sys
-import sysconfig
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from raypool.channel.users_code import is_installed
 from raypool.cluster.slurm_job import CONNECTION, JOIN_S, TOKEN, ask
 from raypool.errors import CloudError, InvalidValueError, StartupError, did_you_mean
 from raypool.profiles import Profile, Slurm
@@ -468,16 +467,8 @@ def _inside(profile: Profile) -> Allocation:
 
 def _own_paths() -> list[str]:
     """Return where this process finds modules, besides those that are installed."""
-    there = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    there += site.getsitepackages()
-    paths = [Path(path or ".").absolute() for path in sys.path]
-    return [
-        str(path)
-        for path in paths
-        if not any(path.is_relative_to(folder) for folder in there)
-        # lib/python311.zip, which need not exist
-        and not (path.suffix == ".zip" and path.is_relative_to(sys.base_prefix))
-    ]
+    paths = [str(Path(path or ".").absolute()) for path in sys.path]
+    return [path for path in paths if not is_installed(path)]
 
 
 def new_folder(slurm: Slurm, name: str | None = None) -> Path:
