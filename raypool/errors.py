@@ -465,6 +465,19 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
         )
 
 
+# --- files --------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, kind: type[RaypoolError], encoding: str = "utf-8") -> str:
+    """Return the text of a file, or raise an error of this kind."""
+    try:
+        return path.read_text(encoding=encoding)
+    except OSError as error:
+        raise kind(f"{path} could not be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise kind(f"{path} is not UTF-8: {error}.") from None
+
+
 # --- whole numbers --------------------------------------------------------------------------------
 
 

@@ -34,7 +34,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RaypoolError,
+    did_you_mean,
+    read_text,
+)
 from raypool.profiles import Profile, Slurm, Tls, WorkerResources
 
 BUILT_IN = {
@@ -163,13 +169,9 @@ def nearest_file() -> ProfileFile | None:
 def _read(path: Path, within: Keys) -> ProfileFile:
     import tomllib  # in functions: most processes read no file
 
+    text = read_text(path, InvalidValueError)
     try:
-        text = path.read_text(encoding="utf-8")
         content: Any = tomllib.loads(text)
-    except OSError as error:
-        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise InvalidValueError(f"{path} is not UTF-8, as TOML must be: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
     for key in within:  # a pyproject.toml may have anything there, for other tools

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from raypool.cli.output import echo, errors_said
-from raypool.errors import CloudError, InvalidValueError, RaypoolError
+from raypool.errors import CloudError, InvalidValueError, RaypoolError, read_text
 
 PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "sky", "slurm")
 
@@ -338,7 +338,7 @@ def harden(file: Path) -> None:
     from raypool.cluster.hardening import hardened
 
     with errors_said():
-        before = file.read_text(encoding="utf-8")
+        before = read_text(file, CloudError)
         after = hardened(before, str(file))
     file.write_text(after, encoding="utf-8")
     changes = difflib.unified_diff(

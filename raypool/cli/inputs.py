@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from raypool.channel.users_code import importing
-from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, did_you_mean
+from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, did_you_mean, read_text
 
 Config = dict[str, Any]
 
@@ -53,13 +53,7 @@ def read_configs(path: Path) -> list[Config]:
         raise InvalidValueError(
             f"{path} must end in {', '.join(PARSERS)}. Rename it to match its format."
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise InvalidValueError(f"{path} is not UTF-8: {error}.") from None
-    configs = parse(text, str(path))
+    configs = parse(read_text(path, InvalidValueError, "utf-8-sig"), str(path))
     if not configs:
         raise InvalidValueError(f"{path} contains no configurations.")
     return configs

@@ -30,6 +30,7 @@ from raypool.errors import (
     RaypoolError,
     TrainingError,
     did_you_mean,
+    read_text,
 )
 
 if TYPE_CHECKING:
@@ -213,13 +214,10 @@ def read_space(path: Path) -> dict[str, Any]:
     """
     from raypool import search as spaces
 
-    text = ""
+    text = read_text(path, InvalidValueError)
     try:
-        text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)
-    except OSError as error:
-        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         names = re.findall(r"^\s*([^\s#=]+)\s*=", text, re.MULTILINE)
         twice = [name for name in names if names.count(name) > 1]
         if twice and "overwrite" in str(error):  # tomllib does not say which

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import yaml
 from jsonschema.protocols import Validator
 
-from raypool.errors import CloudError, did_you_mean
+from raypool.errors import CloudError, did_you_mean, read_text
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with it
 
@@ -60,13 +60,7 @@ class Document:
 
 def read_documents(path: str | Path) -> list[Document]:
     """Return the documents of a file, as `documents_of` does."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CloudError(f"{path} could not be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise CloudError(f"{path} is not UTF-8: {error}.") from None
-    return documents_of(text, str(path))
+    return documents_of(read_text(Path(path), CloudError), str(path))
 
 
 def launcher_document(documents: Sequence[Document], name: str | Path) -> Document:

@@ -124,3 +124,6 @@ def test_no_file_for_the_launcher_is_left_alone(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "is not a file for Ray's launcher" in done.output
     assert file.read_text() == "apiVersion: ray.io/v1\n"
+    file.write_bytes(b"cluster_name: caf\xe9\n")
+    done = CliRunner().invoke(main, ["cluster", "harden", str(file)])
+    assert "is not UTF-8" in done.output
