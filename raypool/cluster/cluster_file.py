@@ -128,7 +128,7 @@ def text_of(
     ]
     if plan.provider == "kubernetes" and plan.job is None:
         header += kubernetes.how_to_connect(plan.name)
-    text = render([content], header)
+    text = render(content, header)
     [document] = documents_of(text, file)
     try:
         warnings = checks.check(document, trust=trust)
@@ -194,11 +194,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str:
-    """Return the text of a file with these documents, and these lines in a comment at its top.
+def render(document: Mapping[str, Any], header: Iterable[str]) -> str:
+    """Return the text of a file with this document, and these lines in a comment at its top.
 
     Example:
-        >>> print(render([{"cluster_name": "lab", "max_workers": 2}], ["Made by hand."]), end="")
+        >>> print(render({"cluster_name": "lab", "max_workers": 2}, ["Made by hand."]), end="")
         # Made by hand.
         <BLANKLINE>
         cluster_name: lab
@@ -208,15 +208,11 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
     """
     # a value may have line ends in it
     lines = [part for line in header for part in line.splitlines()]
-    top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    parts = []
-    for document in documents:
-        part = ""
-        for key, value in document.items():
-            comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
-            part += "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment)
-            part += yaml.dump(
-                {key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True
-            )
-        parts.append(part.rstrip("\n"))
-    return top + "\n" + "\n---\n".join(parts) + "\n"
+    text = "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
+    for key, value in document.items():
+        comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
+        text += "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment)
+        text += yaml.dump(
+            {key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True
+        )
+    return text.rstrip("\n") + "\n"

@@ -110,7 +110,7 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
 
 def test_what_stands_in_the_header_stays_there() -> None:
     for end in ("\n", "\r", "\r\n", "\x85", "\u2028"):
-        text = render([{"cluster_name": "lab"}], [f"a{end}cluster_name: other{end}{end}---"])
+        text = render({"cluster_name": "lab"}, [f"a{end}cluster_name: other{end}{end}---"])
         assert yaml.safe_load(text) == {"cluster_name": "lab"}
 
 

@@ -259,7 +259,7 @@ def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(
 
 def test_files_that_are_not_for_the_launcher(tmp_path: Path) -> None:
     path = tmp_path / "pods.yaml"
-    path.write_text(cluster_file.render([kubernetes.write(draft("kubernetes", gpu="T4"))], []))
+    path.write_text(cluster_file.render(kubernetes.write(draft("kubernetes", gpu="T4")), []))
     for function in (launcher.up, launcher.down, launcher.status):
         with pytest.raises(
             CloudError,

@@ -111,7 +111,7 @@ def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = on_prem.write(plan)
     for role in ("head", "worker"):
         content[f"{role}_start_ray_commands"][1] += f" {FLAGS}"
-    text = cluster_file.render([content], ["Made by a test."])
+    text = cluster_file.render(content, ["Made by a test."])
     cluster_file.save(text, path, plan)
     return path
 
