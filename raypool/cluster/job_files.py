@@ -238,12 +238,6 @@ def check_today(training: Training) -> None:
 
     Raises:
         CloudError: Some do not; the message ends with options that replace all machines.
-
-    Example:
-        >>> head = NodeGroup(name="head", machine="n1-standard-8", gpu="K80", gpus=1)
-        >>> check_today(Training(groups=(head,)))
-        Traceback (most recent call last):
-        raypool.errors.CloudError: head: K80 GPUs have not been available since 2024-05-01...
     """
     gce, why = catalogue("gce"), None
     roles = {group: role for role, group in GROUPS.items()}
@@ -367,17 +361,6 @@ def overridden(document: Document, options: Mapping[str, tuple[Keys, Any]]) -> D
     Args:
         document: The file's.
         options: The options that are set, each with the path to its entry and the value.
-
-    Example:
-        >>> from raypool.cluster.documents import documents_of
-        >>> text = "trainingInput: {scaleTier: CUSTOM, workerCount: 9}"
-        >>> [document] = documents_of(text, "config.yaml")
-        >>> count, tier = ("trainingInput", "workerCount"), ("trainingInput", "scaleTier")
-        >>> changed = overridden(document, {"--worker-count": (count, -1)})
-        >>> changed.content["trainingInput"]
-        {'scaleTier': 'CUSTOM', 'workerCount': -1}
-        >>> changed.place_of(count), changed.place_of(tier)
-        ('--worker-count', 'config.yaml, line 1')
     """
     content = copy.deepcopy(document.content)
     for (*above, last), value in options.values():

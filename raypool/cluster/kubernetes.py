@@ -127,12 +127,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def how_to_connect(name: str) -> list[str]:
-    """Return lines on getting the token and ports of a RayCluster, and its profile.
-
-    Example:
-        >>> how_to_connect("lab")[-1]
-        '  token_file = "~/.ray/lab.token"'
-    """
+    """Return lines on getting the token and ports of a RayCluster, and its profile."""
     token = f"~/.ray/{name}.token"
     secret = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
     return [
