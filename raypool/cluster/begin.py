@@ -49,9 +49,6 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument(
         "--machines", type=int, default=1, help="number of machines to wait for, including the head"
     )
-    parser.add_argument(
-        "--timeout-s", type=float, default=MACHINES_TIMEOUT_S, help="time limit of the wait [s]"
-    )
     parser.add_argument("--chief", help="set TF_CONFIG, with this name of the master")
     options = parser.parse_args(words[:at])
     script = words[at + 1 :]
@@ -61,7 +58,7 @@ def main(words: Sequence[str]) -> None:
         if options.job_dir is not None:
             try_out(options.job_dir)
         # also for the head alone: Ray answers before its node is there
-        wait_until(options.machines, machines_there, options.timeout_s)
+        wait_until(options.machines, machines_there, MACHINES_TIMEOUT_S)
     except CloudError as error:
         sys.exit(f"raypool: {error}")
     if options.chief:

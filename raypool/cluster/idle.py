@@ -103,13 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--minutes", type=float, required=True, help="time without use before shutdown [min]"
     )
-    parser.add_argument(
-        "--address", default=f"http://127.0.0.1:{DASHBOARD_PORT}", help="address of the dashboard"
-    )
     parser.add_argument("--config", default=CONFIG, help="cluster file on the head")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    profile = Profile(jobs_address=options.address, token_file=TOKEN)
+    profile = Profile(jobs_address=f"http://127.0.0.1:{DASHBOARD_PORT}", token_file=TOKEN)
     if watch(options.minutes, lambda: Dashboard(profile).list_jobs()):
         shut_down(Path(options.config).expanduser())
 

@@ -422,9 +422,10 @@ def test_a_head_that_does_not_answer_is_waited_for(
 ) -> None:
     """Also where it is the only machine, and the script does not run."""
     monkeypatch.setattr(begin, "LOOK_S", 0.01)
+    monkeypatch.setattr(begin, "MACHINES_TIMEOUT_S", 0.05)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody listens there
     with pytest.raises(SystemExit, match=r"Ray did not answer at 127\.0\.0\.1:1 within 0\.05 s"):
-        begin.main(["--timeout-s", "0.05", "--", "-c", "print('it runs')"])
+        begin.main(["--", "-c", "print('it runs')"])
     assert capsys.readouterr().out == "raypool: 0 of 1 machines have joined.\n"
 
 
