@@ -47,18 +47,25 @@ BY_NAME = (
 UNREACHABLE = ("Retrying (", "Could not fetch URL", "NewConnectionError")
 
 
-def requirements(more: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the packages for machines: raypool's dependencies in the versions here, and `more`,
-    which replace those of the same name.
+def default_packages(
+    provider: str, more: Iterable[str] = (), is_image: bool = False
+) -> tuple[str, ...]:
+    """Return the packages for a provider's machines: raypool's dependencies in the versions here,
+    those of the launcher, and `more`, which replace those of the same name.
+
+    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
 
     Raises:
         CloudError: One of `more` names no package, or takes raypool from an index.
 
     Example:
-        >>> requirements(["raypool"])
+        >>> default_packages("aws", ["raypool"])
         Traceback (most recent call last):
         raypool.errors.CloudError: raypool is not on any package index: anybody who registers...
     """
+    more = [*map(pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
+    if is_image:
+        return (pinned("ray"), *more)
     lines = {}
     for line in metadata.requires("raypool") or ():
         needed = Requirement(line)
@@ -68,17 +75,6 @@ def requirements(more: Iterable[str] = ()) -> tuple[str, ...]:
         check_requirement(line)
         lines[Requirement(line).name.lower()] = line
     return tuple(line for _, line in sorted(lines.items()))
-
-
-def default_packages(
-    provider: str, more: Iterable[str] = (), is_image: bool = False
-) -> tuple[str, ...]:
-    """Return the packages for a provider's machines: those of raypool and the launcher, and more.
-
-    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
-    """
-    more = [*map(pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
-    return (pinned("ray"), *more) if is_image else requirements(more)
 
 
 def pinned(name: str) -> str:
