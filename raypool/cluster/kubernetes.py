@@ -158,9 +158,10 @@ def _group(plan: ClusterPlan, group: NodeGroup, start: dict[str, str]) -> dict[s
     # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
     # if nothing could be installed, and fail later, without saying why.
     install = {"args": [f"{_install(plan)} || exit 1"]} if plan.packages else {}
+    python, cuda = plan.python.replace(".", ""), "-gpu" if group.gpus else ""
     container = {
         "name": "ray",
-        "image": image(plan, group),
+        "image": f"rayproject/ray:{version('ray')}-py{python}{cuda}",
         **install,
         "env": [{"name": DRAIN, "value": str(grace_s - END_S)}],
         # limits equal requests: memory that is lent beyond them is taken back by force
@@ -191,12 +192,6 @@ def _install(plan: ClusterPlan) -> str:
     if packages.ships_wheel(lines):
         lines.append(packages.address() or f"raypool @ {RAYPOOL}")
     return f"pip install --no-cache-dir {index}{' '.join(map(shlex.quote, lines))}"
-
-
-def image(plan: ClusterPlan, group: NodeGroup) -> str:
-    """Return Ray's image for this Ray, the plan's Python, and CUDA if the group has GPUs."""
-    python, cuda = plan.python.replace(".", ""), "-gpu" if group.gpus else ""
-    return f"rayproject/ray:{version('ray')}-py{python}{cuda}"
 
 
 def _nodes(group: NodeGroup) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from raypool.channel.feed import fields_of
 from raypool.views.words import describe_item, duration, number_in, one_line
@@ -13,6 +13,8 @@ from raypool.views.words import describe_item, duration, number_in, one_line
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
+
+T = TypeVar("T")
 
 
 # --- timeline of workers --------------------------------------------------------------------------
@@ -511,7 +513,7 @@ def _has_numbers(column: pd.Series[Any]) -> bool:
     return is_numeric([cell(value) for value in column.tolist()])
 
 
-def evenly(entries: list[int], most: int) -> list[int]:
+def evenly(entries: list[T], most: int) -> list[T]:
     """Return at most `most` entries, with the first and the last.
 
     Example:

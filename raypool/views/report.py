@@ -579,7 +579,7 @@ def gpu_usage(shown: Timeline, samples: Sequence[GpuSample]) -> dict[str, Any] |
         axis = "yaxis2" if number else "yaxis"
         for place, ((host, gpu), points) in enumerate(sorted(lines.items())):
             label = f"GPU {gpu}" if is_one_host else f"{html.escape(host)}: GPU {gpu}"
-            kept = [points[at] for at in evenly(list(range(len(points))), MAX_GPU_POINTS)]
+            kept = evenly(points, MAX_GPU_POINTS)
             values = [getattr(sample, field) for _, sample in kept]
             figure.add_scatter(
                 x=[at_s / unit_s for at_s, _ in kept],

@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from raypool.profiles import PINNING
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, describe_values, one_line
@@ -374,8 +375,7 @@ def show(table: Table) -> None:
 
 def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
     """Return the note below the table: the GPUs that a process started here sees, and why."""
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    said = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
+    said = ", ".join(f"{name}={environ[name]!r}" for name in PINNING if name in environ)
     selected = frame["is_selected"]
     if selected.isna().any():
         return (

@@ -544,7 +544,7 @@ def _gpus(samples: Sequence[GpuSample]) -> list[State]:
             by_gpu.setdefault((sample.host, sample.gpu), []).append(sample)
     gpus = []
     for (host, gpu), found in sorted(by_gpu.items()):
-        kept = [found[at] for at in evenly(list(range(len(found))), MAX_GPU_POINTS)]
+        kept = evenly(found, MAX_GPU_POINTS)
         gpus.append(
             {
                 "host": host,
