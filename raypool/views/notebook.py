@@ -43,7 +43,7 @@ class NotebookView:
     def end(self, status: LoopStatus) -> None:
         """Show the end of the loop."""
         if status.is_begun:
-            self._put(status, page(status, Rows([], 0, 0)))
+            self._put(status, page(status, Rows([], "")))
 
     def _put(self, status: LoopStatus, html: str) -> None:
         from IPython.display import display

@@ -57,17 +57,10 @@ class WorkerRow(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The lines of workers, and the number of all and of busy other workers."""
+    """The lines of workers, and the line of other workers; empty without any."""
 
     shown: list[WorkerRow]
-    num_others: int
-    num_others_busy: int
-
-    @property
-    def others(self) -> str:
-        """The line of other workers; empty without any."""
-        busy = f"{self.num_others_busy:,} of them busy"
-        return f"and {self.num_others:,} more workers, {busy}" if self.num_others else ""
+    others: str
 
 
 class LoopStatus:
@@ -169,7 +162,7 @@ class LoopStatus:
         """Return at most `most` lines for workers with work, one for all others included."""
         work = self._work
         if work is None:
-            return Rows([], 0, 0)
+            return Rows([], "")
         self._memory.look()
         running = work.running
         workers = sorted(self._tally.num_done.keys() | running.keys())
@@ -177,7 +170,10 @@ class LoopStatus:
         shown = workers if len(workers) <= most else workers[: most - 1]
         others = workers[len(shown) :]
         rows = [self._row(work, index, running.get(index)) for index in shown]
-        return Rows(rows, len(others), sum(index in running for index in others))
+        if not others:
+            return Rows(rows, "")
+        num_busy = sum(index in running for index in others)
+        return Rows(rows, f"and {len(others):,} more workers, {num_busy:,} of them busy")
 
     def _row(self, work: LoopWork, worker: int, entry: tuple[Slice, float] | None) -> WorkerRow:
         num_done, memory = self._tally.num_done[worker], self._memory.of(worker)
