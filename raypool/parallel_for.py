@@ -891,10 +891,10 @@ def watched(
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
     """Show the output of items while the context lasts, if wanted; not in a task, as above."""
     from raypool.views.item_lines import ItemLines
-    from raypool.views.kernel import notebook_shell
+    from raypool.views.notebook import in_notebook
 
     if echo is None:
-        echo = is_unseen(engine) and notebook_shell() is not None
+        echo = is_unseen(engine) and in_notebook()
     if in_task() or not echo:
         yield None
         return

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from raypool.views.kernel import notebook_shell
 from raypool.views.lines import line
 from raypool.views.status import LoopStatus, Rows, WorkerRow
 from raypool.views.words import duration
@@ -19,6 +18,16 @@ CELL = "text-align: left; padding: 0 1em 0 0; border: none; white-space: nowrap"
 NUMBER = CELL.replace("left", "right")
 CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
 """The style of a cell cut to one line: a display of changing height would make the page jump."""
+
+
+def notebook_shell() -> Any:
+    """Return IPython's shell in the kernel of a notebook; None anywhere else."""
+    if "IPython" not in sys.modules:  # a kernel has imported it
+        return None
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    return None if getattr(shell, "kernel", None) is None else shell
 
 
 def in_notebook() -> bool:

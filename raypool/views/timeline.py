@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.views.drawing import COLORS, Timeline, cell, plan, took, unit_of
-from raypool.views.kernel import notebook_shell
+from raypool.views.notebook import notebook_shell
 from raypool.worker.folders import write_file
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 
 from raypool.errors import JournalError, check_installed
-from raypool.views.kernel import notebook_shell
+from raypool.views.notebook import in_notebook
 
 STOP_S = 5.0
 """How long a server may take to end before it is killed [s]."""
@@ -77,7 +77,7 @@ class WatchPage:
 
     def show(self) -> None:
         """Show the page in a notebook; anywhere else, print its address on standard error."""
-        if notebook_shell() is None:
+        if not in_notebook():
             sys.stderr.write(f"{announcement(self.url)}\n")
         else:
             from IPython.display import display

@@ -491,7 +491,7 @@ def test_a_notebook_shows_what_items_print(
 ) -> None:
     """Unless it is told not to. Elsewhere a loop on Ray shows nothing by itself."""
     pool.parfor(print, ["a"], progress=False)
-    monkeypatch.setattr("raypool.views.kernel.notebook_shell", lambda: object())
+    monkeypatch.setattr("raypool.views.notebook.in_notebook", lambda: True)
     pool.parfor(print, ["b"], progress=False)
     pool.parfor(print, ["c"], progress=False, echo=False)
     assert capsys.readouterr().out == "item 0: b\n"
