@@ -425,8 +425,9 @@ class LoopRun:
         self._records = engine.hub.records
         self._work = work
         self._watchers = watchers
+        self._thread = threading.get_ident()
         if watchers and is_inline(engine):  # nobody waits in `_wait` while items run here
-            work.on_settled = self._show_in_time
+            work.on_settled = self._show_here
         self._fold = None if reduce is None else Fold(work, reduce, init)
         self._fold_at = 0.0
         self._on_report = on_report
@@ -554,6 +555,12 @@ class LoopRun:
     def _pass_reports_on(self) -> None:
         while self._new_rows and self._report_error is None and self._on_report is not None:
             self._on_report(report_of_row(self._new_rows.popleft()))
+
+    def _show_here(self) -> None:
+        # Not in another thread, such as the one that writes the journal or that of another loop in
+        # this pool: `_wait` may be showing meanwhile.
+        if threading.get_ident() == self._thread:
+            self._show_in_time()
 
     def _show_in_time(self) -> None:
         if time.monotonic() >= self._show_at:

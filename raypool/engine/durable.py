@@ -312,10 +312,12 @@ class DurableLoop(LoopWork):
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Have the outcomes written."""
         self._recorder.put(partial(self._settled, piece, result, worker))
+        self._tell_settled()  # the recorder's thread, which counts them, shows nothing
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Have the error written for each of these items."""
         self._recorder.put(partial(self._failed, Lost(piece, error, self._let_go(piece))))
+        self._tell_settled()
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Have it written that these items run again."""

@@ -506,5 +506,8 @@ class LoopWork:
         with self.lock:
             self.num_settled += piece.stop - piece.start
             self.changed.notify_all()
-        if self.on_settled is not None:
-            self.on_settled()
+        self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        if (tell := self.on_settled) is not None:  # another thread may set it to None meanwhile
+            tell()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,42 @@ def test_steps_and_names(tmp_path: Path) -> None:
             ]
         with pytest.raises(InvalidTypeError, match="is not a list of loggers"):
             pool.parfor(work, [1], loggers=Kept())  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("profile", "max_workers"), [("inline", None), ("threads", 0)])
+def test_loggers_are_called_in_the_thread_of_a_loop_that_runs_there(
+    profile: str, max_workers: int | None, tmp_path: Path
+) -> None:
+    """Not in the one that writes the journal; and while the loop runs."""
+    threads: dict[int, int] = {}
+
+    class Threads(Kept):
+        def _begin(self, *begun: Any) -> Any:
+            threads[begun[0]] = threading.get_ident()
+            return super()._begin(*begun)
+
+    def work(item: int) -> int:
+        report(loss=item)
+        if item == 3:
+            assert threads.get(0) == threading.get_ident(), "logged before the loop has ended"
+            raise ValueError(item)
+        return item
+
+    kept = Threads()
+    with parpool(profile=profile, quiet=True) as pool:
+        results = pool.parfor(
+            work,
+            range(4),
+            run_dir=tmp_path,
+            loggers=[kept],
+            on_error="collect",
+            max_workers=max_workers,
+            chunk_size=1,
+        )
+    assert str(results.errors) == "{3: ValueError(3)}"
+    assert {*threads.values()} == {threading.get_ident()}
+    ends = [entry[:2] for entry in kept.seen if isinstance(entry[1], str)]
+    assert ends == [(0, "finished"), (1, "finished"), (2, "finished"), (3, "failed")]
 
 
 def test_watchers_see_what_a_fold_releases(monkeypatch: pytest.MonkeyPatch) -> None:
