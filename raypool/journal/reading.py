@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -126,13 +126,15 @@ def _load(folder: Path) -> Results[Any]:
             first,
         )
     keys = [entry.key for entry in entries]
+    # a trial may have run in several parts, each with its outcome
+    runs = {} if (folder / STUDY).exists() else _runs_of(contents)
     return results_of(
         folder,
         contents,
         entries,
         items,
         values,
-        functools.cache(lambda: _feed_of(folder, keys)),
+        functools.cache(lambda: _feed_of(folder, keys, runs)),
     )
 
 
@@ -647,7 +649,22 @@ def version_of(path: Path) -> tuple[int, ...] | None:
 # --- reports of items -----------------------------------------------------------------------------
 
 
-def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
+def _runs_of(contents: Contents) -> dict[str, range]:
+    """Return the runs that led to the newest outcome of each item, by its key.
+
+    That is the run with the outcome, and killed ones before it, from which the item may go on.
+    """
+    runs: dict[str, range] = {}
+    for stored in sorted(map(Stored._make, contents["attempts"]), key=operator.attrgetter("run")):
+        if stored.status in ("finished", "failed"):
+            before = runs.get(stored.key, range(1))
+            if stored.run not in before:
+                runs[stored.key] = range(before.stop, stored.run + 1)
+    return runs
+
+
+def _feed_of(folder: Path, keys: Sequence[str], runs: Mapping[str, range]) -> Feed:
+    """Return what the items reported in these runs; those without any, in all runs."""
     feed = Feed()
     lost: dict[Path, int] = {}
     try:
@@ -658,7 +675,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     for index, key in enumerate(keys):
         if key in there:
             path = folder / "items" / key / METRICS
-            reports, num_lost = _reports_of(path, index, is_still_written)
+            reports, num_lost = _reports_of(path, index, runs.get(key), is_still_written)
             if reports:
                 feed.add_rows(pickle.dumps(reports, protocol=5), {})
             if num_lost:
@@ -673,7 +690,9 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     return feed
 
 
-def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Report], int]:
+def _reports_of(
+    path: Path, index: int, runs: range | None, is_still_written: bool
+) -> tuple[list[Report], int]:
     """Return the reports of an item, with this index, and the count of unreadable lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -682,14 +701,23 @@ def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Re
     if is_still_written:
         lines.pop()  # the end of the last line may follow
     lines = [line for line in lines if line]
-    reports = [report for line in lines if (report := report_in(line, index)) is not None]
-    return reports, len(lines) - len(reports)
+    found = [report for line in lines if (report := report_in(line, index)) is not None]
+    reports: list[Report] = []
+    newest = least = most = 0  # each run counts attempts from 1, and tables are sorted by them
+    for run, (time_s, _, attempt, metrics) in found:
+        if runs is None or run in runs:
+            if run != newest:
+                newest, least = run, most
+            most = max(most, attempt)
+            reports.append((time_s, index, max(attempt, least), metrics))
+    return reports, len(lines) - len(found)
 
 
-def report_in(line: str | bytes, index: int) -> Report | None:
-    """Return the report in a line of an item's file, or None if the line is damaged."""
+def report_in(line: str | bytes, index: int) -> tuple[int, Report] | None:
+    """Return the run and the report in a line of an item's file, or None if it is damaged."""
     try:
         said = json.loads(line)
-        return float(said["time"]), index, int(said["attempt"]), dict(said["metrics"])
+        report = float(said["time"]), index, int(said["attempt"]), dict(said["metrics"])
+        return int(said["run"]), report
     except (ValueError, KeyError, TypeError):
         return None

@@ -91,7 +91,7 @@ class ItemReports:
         lines.pop()  # the end of the last line may follow
         self._offset += data.rfind(b"\n") + 1
         found = [report for line in lines if (report := report_in(line, 0)) is not None]
-        for seconds, _, attempt, metrics in found:
+        for _, (seconds, _, attempt, metrics) in found:
             self._add(seconds, attempt, metrics)
         return bool(found)
 

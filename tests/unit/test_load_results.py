@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raypool import load_results, parpool
+from raypool import current_task, load_results, parpool, report
 from raypool.cli.main import main
 from raypool.errors import JournalError
 from raypool.journal.journal import Journal
@@ -126,6 +126,53 @@ def test_what_items_reported_is_there_and_what_is_lost_of_it_is_said(tmp_path, c
     assert metrics["item"].tolist() == [1, 1, 1]
     assert metrics["loss"].tolist() == [1.0, 0.5, 1 / 3]
     assert metrics["attempt"].tolist() == [1, 1, 1]
+
+
+def test_reports_are_those_of_the_run_whose_outcome_counts(tmp_path):
+    """Of a failed or finished item that ran again, only the new ones; also if that was killed."""
+    loss = {1: 0.1, 2: 0.2}
+
+    def train(item):
+        for epoch in range(2):
+            report(epoch=epoch, loss=loss[item])
+        if loss[item] == 0.3:
+            raise KeyboardInterrupt
+        if loss[item] < 1 and (item == 2 or current_task().attempt == 1):
+            raise ValueError
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        twice = pool.options(retry_on=ValueError, retries=1)
+        twice.parfor(train, [1, 2], run_dir=tmp_path, on_error="collect")
+        loss[2] = 2.0
+        for rerun in ("failed", "all"):
+            live = twice.parfor(train, [1, 2], run_dir=tmp_path, rerun=rerun)
+            assert load_results(tmp_path).metrics.equals(live.metrics)
+            loss[1] = 5.0
+        assert live.metrics["loss"].tolist() == [5.0, 5.0, 2.0, 2.0]
+        loss[1] = 0.3
+        with pytest.raises(KeyboardInterrupt):
+            twice.parfor(train, [1, 2], run_dir=tmp_path, rerun="all")
+    assert load_results(tmp_path).metrics.equals(live.metrics)
+
+
+def test_reports_before_an_interruption_come_first(tmp_path):
+    """Also if the interrupted run was at its second attempt."""
+
+    def train(item):
+        epoch = len(epochs)
+        epochs.append(epoch)
+        report(epoch=epoch)
+        if epoch < 2:
+            raise [ValueError, KeyboardInterrupt][epoch]
+
+    epochs = []
+    with parpool(1, profile="inline", quiet=True) as pool:
+        twice = pool.options(retry_on=ValueError)
+        with pytest.raises(KeyboardInterrupt):
+            twice.parfor(train, [1], run_dir=tmp_path)
+        assert load_results(tmp_path).metrics["epoch"].tolist() == [0, 1]
+        twice.parfor(train, [1], run_dir=tmp_path)
+    assert load_results(tmp_path).metrics["epoch"].tolist() == [0, 1, 2]
 
 
 def test_a_run_without_reports_has_an_empty_table_of_them(tmp_path):
