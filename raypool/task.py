@@ -195,6 +195,10 @@ MAX_METRIC_TEXT = 256
 """The most characters of a metric that is a text: it goes into a table, not into a log."""
 
 
+MAX_INT = 2**1023
+"""Integers from here on are refused: none is a float, and the longest cannot be written as text."""
+
+
 def report(**metrics: float | str | None) -> None:
     """Report metrics of the task: values by name, as often as you like.
 
@@ -210,7 +214,7 @@ def report(**metrics: float | str | None) -> None:
     Raises:
         InvalidTypeError: A value is neither. A tensor: pass it to a `MetricBuffer`, or report
             `tensor.item()`, which waits for the GPU.
-        InvalidValueError: A string is too long.
+        InvalidValueError: A string is too long, or an integer of more than 1,023 bits.
 
     Source:
         Ray 2.60, ray.train.report, without its barrier over the workers.
@@ -225,8 +229,12 @@ def report(**metrics: float | str | None) -> None:
         >>> future.metrics[["epoch", "loss"]].to_dict("list")
         {'epoch': [0, 1], 'loss': [1.0, 0.5]}
     """
-    if not NUMBERS.issuperset(map(type, metrics.values())):
-        metrics = {name: checked_metric(name, value) for name, value in metrics.items()}
+    value: Any
+    for value in metrics.values():
+        kind = type(value)
+        if kind not in NUMBERS or (kind is int and not -MAX_INT < value < MAX_INT):
+            metrics = {name: checked_metric(name, value) for name, value in metrics.items()}
+            break
     report_of(time(), metrics)
 
 
@@ -251,6 +259,11 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
+        if not -MAX_INT < value < MAX_INT:
+            raise InvalidValueError(
+                f"report({name}=...) got an integer of {value.bit_length():,} bits, but at most"
+                " 1,023 fit. Report its logarithm, or print() it instead."
+            )
         return value if isinstance(value, bool) else int(value)
     # who has not imported NumPy or torch has no values of theirs
     numpy = sys.modules.get("numpy")
@@ -260,7 +273,8 @@ def checked_metric(name: str, value: Any) -> float | str | None:
         and value.ndim == 0
         and value.dtype.kind in "biuf"
     ):
-        return value.item()  # type: ignore[no-any-return]
+        # the item() of a longdouble is one again
+        return float(value) if value.dtype.kind == "f" else value.item()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         step = (
@@ -508,7 +522,7 @@ class MetricBuffer:
 
         Raises:
             InvalidTypeError: A value is neither.
-            InvalidValueError: A string is too long.
+            InvalidValueError: A string is too long, or an integer of more than 1,023 bits.
         """
         torch = sys.modules.get("torch")  # who has not imported it has no tensors
         tensors = {

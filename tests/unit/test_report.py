@@ -46,6 +46,8 @@ PLAIN = [
     ("x" * 256, "x" * 256),
     (np.float64(0.5), 0.5),
     (np.float32(0.5), 0.5),
+    (np.longdouble(0.5), 0.5),
+    (2**1023 - 1, 2**1023 - 1),
     (np.int16(7), 7),
     (np.bool_(True), True),
     (np.array(2.5), 2.5),
@@ -97,6 +99,13 @@ def test_a_tensor_is_asked_for_its_number() -> None:
 def test_a_long_text_is_an_error() -> None:
     with pytest.raises(InvalidValueError, match="257 characters, but at most 256 fit"):
         report(note="x" * 257)
+
+
+def test_a_huge_integer_is_an_error() -> None:
+    """Those of more than 4,300 digits cannot be written as text."""
+    for value in (2**1023, -(10**5000)):
+        with pytest.raises(InvalidValueError, match=r"of [\d,]+ bits, but at most 1,023 fit"):
+            report(step=1, loss=value)
 
 
 def test_outside_a_pool_nothing_happens() -> None:
