@@ -33,6 +33,9 @@ logger = logging.getLogger("raypool")
 MAX_TEXT = 500
 """The greatest length of a parameter that is not a number [characters]."""
 
+MAX_EXACT = 2**53
+"""The integer up to which floats have all integers."""
+
 
 class LoggedOutcome(NamedTuple):
     """How an item ended: `status` as in `Results.to_frame`, the numbers in its return value by name
@@ -136,7 +139,10 @@ class TensorboardLogger(SweepLogger):
         writer, params = run
         for name, value in outcome.values.items():
             writer.add_scalar(name, value, 0, outcome.ended_at)
-        for summary in hparams({**params, "status": outcome.status}, outcome.values):
+        shown = {
+            name: str(value) if _is_inexact(value) else value for name, value in params.items()
+        }
+        for summary in hparams({**shown, "status": outcome.status}, outcome.values):
             writer.file_writer.add_summary(summary)
         writer.close()
 
@@ -295,10 +301,13 @@ class OptunaLogger(SweepLogger):
     def _open(self) -> None:
         import optuna
 
-        direction: Any = f"{self._mode}imize"
-        self._study = optuna.create_study(
-            storage=self._storage, study_name=self._name, direction=direction
-        )
+        # here, so that nobody learns it only at the end; it is created with its trials
+        self._opened = optuna.storages.get_storage(self._storage)
+        if self._name in optuna.get_all_study_names(self._opened):
+            raise optuna.exceptions.DuplicatedStudyError(
+                f"Another study with the name {self._name!r} exists in this storage. Use another"
+                " storage, or delete that study."
+            )
         self._trials: list[Any] = []
 
     def _begin(self, item: int, params: dict[str, Any], started_at: float) -> Any:
@@ -312,9 +321,12 @@ class OptunaLogger(SweepLogger):
         self._trials.append((*run, outcome))
 
     def close(self) -> None:
-        """Add the trials: only now are the ranges of their parameters known."""
+        """Create the study: only now are the ranges of the trials' parameters known."""
+        import optuna
         from optuna.trial import TrialState, create_trial
 
+        direction: Any = f"{self._mode}imize"
+        trials = []
         columns: dict[str, list[Any]] = {}
         for _, params, *_ in self._trials:
             for name, value in params.items():
@@ -334,7 +346,11 @@ class OptunaLogger(SweepLogger):
             )
             frozen.datetime_start = datetime.fromtimestamp(started_at)
             frozen.datetime_complete = datetime.fromtimestamp(outcome.ended_at)
-            self._study.add_trial(frozen)
+            trials.append(frozen)
+        study = optuna.create_study(
+            storage=self._opened, study_name=self._name, direction=direction
+        )
+        study.add_trials(trials)
 
 
 def _space_of(values: list[Any]) -> Any:
@@ -342,14 +358,20 @@ def _space_of(values: list[Any]) -> Any:
     from optuna import distributions
 
     kinds = {*map(type, values)}
-    if kinds == {int}:
+    is_exact = not any(map(_is_inexact, values))  # ranges compare values as floats
+    if is_exact and kinds == {int}:
         return distributions.IntDistribution(min(values), max(values))
-    if kinds <= {int, float} and all(map(math.isfinite, values)):
+    if is_exact and kinds <= {int, float} and all(map(math.isfinite, values)):
         return distributions.FloatDistribution(min(values), max(values))
     return distributions.CategoricalDistribution([*dict.fromkeys(values)])
 
 
 # --- names and numbers ----------------------------------------------------------------------------
+
+
+def _is_inexact(value: Any) -> bool:
+    """Whether a value is an integer that a float may round."""
+    return isinstance(value, int) and abs(value) > MAX_EXACT
 
 
 def _flat(single: str, value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

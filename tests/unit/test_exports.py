@@ -404,6 +404,29 @@ def test_loggers_are_called_in_the_thread_of_a_loop_that_runs_there(
     assert ends == [(0, "finished"), (1, "finished"), (2, "finished"), (3, "failed")]
 
 
+def test_integers_that_floats_would_round(tmp_path: Path) -> None:
+    """Optuna's ranges, and TensorBoard's parameters, are floats. A failed export can be repeated."""
+    storage, seeds = f"sqlite:///{tmp_path}/study.db", [2**63 + 1, 2**64 - 1, 10**30, 5]
+    with parpool(profile="inline", quiet=True) as pool:
+        results = pool.parfor(
+            lambda config: {"loss": 0.5},
+            [{"seed": seed} for seed in seeds],
+            name="seeds",
+            loggers=[TensorboardLogger(tmp_path / "live")],
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raypool.loggers._space_of", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            results.to_optuna(storage, "loss")
+    results.to_optuna(storage, "loss")
+    study = optuna.load_study(study_name="seeds", storage=storage)
+    assert [trial.params["seed"] for trial in study.trials] == seeds
+    results.to_tensorboard(tmp_path / "saved")
+    for place in ("live", "saved"):
+        found = read_tensorboard(tmp_path / place)
+        assert [str(found[item][0]["seed"]) for item in range(4)] == [*map(str, seeds[:3]), "5.0"]
+
+
 def test_watchers_see_what_a_fold_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.parallel_for.TICK_S", 0.0)
     kept = Kept()
