@@ -122,7 +122,7 @@ class TensorboardLogger(SweepLogger):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_installed("tensorboard", "An export to TensorBoard", "tensorboardX")
-        self._folder = Path(folder).expanduser()
+        self._folder = Path(folder).expanduser().absolute()  # items may change the folder
 
     def _begin(self, item: int, params: dict[str, Any], started_at: float) -> Any:
         from tensorboardX import SummaryWriter

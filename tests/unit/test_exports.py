@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -425,6 +426,17 @@ def test_integers_that_floats_would_round(tmp_path: Path) -> None:
     for place in ("live", "saved"):
         found = read_tensorboard(tmp_path / place)
         assert [str(found[item][0]["seed"]) for item in range(4)] == [*map(str, seeds[:3]), "5.0"]
+
+
+def test_a_relative_folder_of_tensorboard_is_that_where_the_logger_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loggers = [TensorboardLogger("curves")]
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda _: os.chdir(tmp_path / "other"), 2, loggers=loggers)
+    assert sorted(path.name for path in (tmp_path / "curves").iterdir()) == ["item-0", "item-1"]
 
 
 def test_watchers_see_what_a_fold_releases(monkeypatch: pytest.MonkeyPatch) -> None:
