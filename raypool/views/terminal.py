@@ -44,9 +44,8 @@ _screen = threading.Lock()
 
 def terminal_view() -> TerminalView | None:
     """Return a view on standard error; None without a terminal, or if another loop has it."""
-    # a task that prints may draw the picture, too
+    # a task that prints may draw the picture, too, and its text is no markup of rich's
     console = SafeConsole(
-        # what is printed meanwhile is no markup of rich's
         file=capture.beneath(sys.stderr),
         markup=False,
         emoji=False,
