@@ -19,7 +19,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from raypool.channel.feed import Feed, as_html, column_name, fields_of, table
+from raypool.channel.feed import Feed, as_html, column_name, fields_of, table, with_gaps
 from raypool.errors import (
     CANCELLED,
     InvalidTypeError,
@@ -311,13 +311,13 @@ class Results(Sequence[T_co]):
 
         Each key of a dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs
         class or pydantic model is a column; anything else is one column ("item", "value"). Cells of
-        missing items and values are empty (a column of integers is Int64 then); before the first
-        item has finished, the only column of values is "value". A key of both a configuration and a
-        value appears as "result_KEY" for the value. Then come `status`, `duration_s` [s],
-        `started_at` (a UTC time), `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most GPU
-        memory of its worker while it ran, or while the short items of its call ran; empty if it had
-        none), `reason` (None if it finished; see `raypool.errors.reason_of`) and `error` (the
-        exception's type and text).
+        missing items and values are empty (a column of integers is Int64 or UInt64 then); before
+        the first item has finished, the only column of values is "value". A key of both a
+        configuration and a value appears as "result_KEY" for the value. Then come `status`,
+        `duration_s` [s], `started_at` (a UTC time), `worker`, `gpu`, `attempts`,
+        `peak_memory_bytes` (the most GPU memory of its worker while it ran, or while the short
+        items of its call ran; empty if it had none), `reason` (None if it finished; see
+        `raypool.errors.reason_of`) and `error` (the exception's type and text).
 
         The table of a search begins with the `trial`'s number, its `state`, its score and its
         `epochs`.
@@ -349,7 +349,7 @@ class Results(Sequence[T_co]):
             for index, row in enumerate(self._rows)
         ]
         run["error"] = [self._described(index) for index in range(len(self))]
-        users = {name: _with_gaps(cells) for name, cells in {**configs, **values}.items()}
+        users = {name: with_gaps(cells) for name, cells in {**configs, **values}.items()}
         labels = self._items.labels if isinstance(self._items, FrameRows) else None
         if not isinstance(labels, pd.Index):
             labels = pd.RangeIndex(len(self))
@@ -358,7 +358,7 @@ class Results(Sequence[T_co]):
         if trials is None:
             return table({**users, **run}, labels)
         users.pop(f"result_{trials.metric}", None)  # the score, or an earlier one
-        about = {name: _with_gaps(cells) for name, cells in trials.columns.items()}
+        about = {name: with_gaps(cells) for name, cells in trials.columns.items()}
         return table({**about, **users, **run}, labels)
 
     def _described(self, index: int) -> str | None:
@@ -674,20 +674,6 @@ def _times(seconds: list[float | None]) -> Any:
     import pandas as pd
 
     return pd.to_datetime(pd.Series(seconds, dtype="float64"), unit="s", utc=True).array
-
-
-def _with_gaps(cells: list[Any]) -> Any:
-    """Return integers among which some are missing as Int64: pandas would make floats of them."""
-    import pandas as pd
-
-    kinds = set(map(type, cells)) - {type(None)}
-    is_whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
-    if not (kinds and is_whole and None in cells):
-        return cells
-    try:
-        return pd.array(cells, dtype="Int64")
-    except OverflowError:  # of more than 64 bits
-        return cells
 
 
 def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:

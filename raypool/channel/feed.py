@@ -6,9 +6,11 @@ disappears with the process. Also here: tables of users' values (`table`, `field
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
+import numbers
 import os
 import pickle
 import sys
@@ -46,6 +48,9 @@ PIECE_BYTES = 4096
 
 AGAIN = b"\n[raypool: it runs again]\n"
 """The line between the output of one attempt and the next."""
+
+EXACT = 2**53
+"""Floats hold all integers up to this one."""
 
 LAST_ITEMS = 1024
 """How many items' last values are known, of those that have reported last."""
@@ -361,6 +366,10 @@ class Feed:
                 {column_name(name): [row.get(name, math.nan) for row in metrics] for name in names},
                 head.index,
             )
+        else:
+            for name in values:  # with a gap, pandas has made floats of integers
+                if values[name].dtype == float and (values[name].abs() >= EXACT).any():
+                    values[name] = with_gaps([row.get(name) for row in metrics])
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 
     def text(self) -> str:
@@ -510,6 +519,27 @@ def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
             if isinstance(column, list) and any(isinstance(entry, str) for entry in column)
         }
         return pd.DataFrame({**columns, **texts}, index=index)
+
+
+def with_gaps(cells: list[Any]) -> Any:
+    """Return integers among which some are missing as Int64, or as UInt64 if that holds them.
+
+    pandas would make floats of them. Those of neither type stay objects.
+
+    Example:
+        >>> with_gaps([2**53 + 1, None]).tolist(), with_gaps([2**64 - 1, None]).dtype
+        ([9007199254740993, <NA>], UInt64Dtype())
+    """
+    import pandas as pd
+
+    kinds = set(map(type, cells)) - {type(None)}
+    is_whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
+    if not (kinds and is_whole and None in cells):
+        return cells
+    for dtype in ("Int64", "UInt64"):
+        with contextlib.suppress(OverflowError):
+            return pd.array(cells, dtype=dtype)
+    return pd.array(cells, dtype=object)
 
 
 def as_html(title: str, frame: pd.DataFrame) -> str:

@@ -180,6 +180,32 @@ def test_a_run_without_reports_has_an_empty_table_of_them(tmp_path):
     assert load_results(tmp_path).metrics.empty
 
 
+def test_whole_numbers_stay_exact_beside_gaps(tmp_path):
+    """Half of all seeds have 64 bits."""
+    big = [2**63 + 5, 2**53 + 1, 2**64 + 1]
+
+    def train(item):
+        if item == 1:
+            raise ValueError
+        report(seed=big[0], small=1, low=-big[1], huge=big[2])
+        report(loss=0.5)
+        return {"seed": big[0], "low": -big[1], "mixed": (-1) ** item * big[0], "huge": big[2]}
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        live = pool.parfor(train, range(4), run_dir=tmp_path, on_error="collect")
+    exact = {"seed": big[0], "low": -big[1], "huge": big[2]}
+    for results in (live, load_results(tmp_path)):
+        frame, metrics = results.to_frame(), results.metrics
+        for name, value in exact.items():
+            assert frame[name].dropna().tolist() == [value] * 3
+            assert metrics[name].dropna().tolist() == [value] * 3
+        assert frame["mixed"].dropna().tolist() == [big[0], big[0], -big[0]]
+        assert [str(frame[name].dtype) for name in exact] == ["UInt64", "Int64", "object"]
+        assert str(metrics["small"].dtype) == "float64", "as pandas has it"
+    shown = json.loads(CliRunner().invoke(main, ["show", str(tmp_path), "--json"]).stdout)
+    assert [row["seed"] for row in shown] == [big[0], None, big[0], big[0]]
+
+
 def test_nothing_in_the_folder_changes(tmp_path):
     run(tmp_path, [("a", {1}), ("b", 2)], finished("a", "x" * 5000))
     before = contents(tmp_path)
