@@ -468,10 +468,10 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
 # --- files --------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, kind: type[RaypoolError], encoding: str = "utf-8") -> str:
+def read_text(path: Path, kind: type[RaypoolError]) -> str:
     """Return the text of a file, or raise an error of this kind."""
     try:
-        return path.read_text(encoding=encoding)
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a BOM
     except OSError as error:
         raise kind(f"{path} could not be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -158,7 +158,8 @@ def nearest_file() -> ProfileFile | None:
         return None
     for folder in (here, *here.parents):
         for name, within in FILES.items():
-            if (folder / name).is_file():
+            # `Path.is_file` raises if the folder may not be searched
+            if os.path.isfile(folder / name):  # noqa: PTH113
                 file = _read(folder / name, within)
                 # a pyproject.toml may have none; one further up may
                 if file.profiles or file.default is not None:

@@ -7,6 +7,7 @@ of machines.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,10 @@ class Slurm:
                 "time must be a time limit, such as '4:00:00', or a number of minutes, not"
                 f" {self.time!r}."
             )
+        if isinstance(self.notice_s, bool) or not isinstance(self.notice_s, (int, float)):
+            raise InvalidTypeError(f"notice_s={self.notice_s!r} is not a number of seconds.")
+        if not isinstance(self.folder, (str, PathLike)):
+            raise InvalidTypeError(f"folder={self.folder!r} is not the path of a folder.")
         if not self.notice_s > 0:
             raise InvalidValueError(
                 f"notice_s={self.notice_s!r} leaves tasks no time to save. Use a number above 0."
@@ -212,6 +217,10 @@ class WorkerResources:
                 raise InvalidValueError(
                     f"WorkerResources({name}={value!r}) is negative. Use 0 or more, or leave it"
                     " out."
+                )
+            if number == math.inf:
+                raise InvalidValueError(
+                    f"WorkerResources({name}={value!r}) is infinite. Use a number, or leave it out."
                 )
         if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
             raise InvalidTypeError(
@@ -514,6 +523,10 @@ def _check(profile: Profile) -> None:
         # a bool is an int to Python
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InvalidTypeError(f"{name}={value!r} is not {what}.")
+    if not callable(getattr(profile.inventory, "devices", None)):
+        raise InvalidTypeError(
+            f"inventory={profile.inventory!r} is not an inventory, which has a method devices()."
+        )
     _check_texts("env", profile.env, "environment variables")
     for name in ("setup", "teardown"):
         _check_plain_call(name, getattr(profile, name))

@@ -53,7 +53,7 @@ def read_configs(path: Path) -> list[Config]:
         raise InvalidValueError(
             f"{path} must end in {', '.join(PARSERS)}. Rename it to match its format."
         )
-    configs = parse(read_text(path, InvalidValueError, "utf-8-sig"), str(path))
+    configs = parse(read_text(path, InvalidValueError), str(path))
     if not configs:
         raise InvalidValueError(f"{path} contains no configurations.")
     return configs

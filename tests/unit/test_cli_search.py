@@ -96,7 +96,7 @@ def test_failures_and_mistakes(folder: Path) -> None:
     assert diverged.exit_code == 1, "there is no best trial"
     for space, words in [
         ("x = {unifrm = [0, 1]}", "x must be a plain value or a range.*Did you mean uniform"),
-        ("x = {uniform = [1, 0]}", "x: The range from 1 to 0 is empty"),
+        ("\ufeffx = {uniform = [1, 0]}", "x: The range from 1 to 0 is empty"),
         ("x = {uniform = [1]}", "x: .*missing 1 required"),
         ("x = {uniform = [0, 1], stp = 3}", "x: .*'stp'"),
         ("x = [1, 2]", r"search\.choice"),

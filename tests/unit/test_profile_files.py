@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -286,6 +288,12 @@ WRONG = [
         InvalidTypeError,
         "gpus='1'. is not a number",
     ),
+    (
+        "[profiles.x]\nresources = {cpus = 1, gpus = inf}",
+        2,
+        InvalidValueError,
+        "WorkerResources.gpus=inf. is infinite",
+    ),
     ("[profiles.x]\nresources = []", 2, InvalidValueError, "describes no worker"),
     (
         "[profiles.x]\nresources = [1, 2]",
@@ -374,6 +382,19 @@ WRONG = [
         InvalidTypeError,
         "packages must be a list of packages for pip, .* not 'torch'",
     ),
+    (
+        "[profiles.x]\nkind = 'slurm'\nnotice_s = '120'",
+        3,
+        InvalidTypeError,
+        "notice_s='120' is not a number of seconds",
+    ),
+    (
+        "[profiles.x]\nkind = 'slurm'\nfolder = 3",
+        3,
+        InvalidTypeError,
+        "folder=3 is not the path of a folder",
+    ),
+    ("[profiles.x]\ninventory = 'x'", 2, InvalidTypeError, "inventory='x' is not an inventory"),
     ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
     ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
 ]
@@ -460,6 +481,31 @@ def test_a_broken_file_does_not_touch_the_built_in_profiles(write: Write) -> Non
         assert pool.num_workers == 2
     with pytest.raises(InvalidValueError, match="not valid TOML"):
         parpool(2, profile="x")
+
+
+def test_a_folder_above_that_may_not_be_searched(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("[profiles.x]\nretries = 1", folder="..")
+    stat = os.stat
+
+    def refused(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if path in (Path.cwd() / "raypool.toml", tmp_path / "raypool.toml"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *given, **named)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert named_profile("x").retries == 1
+    with pytest.raises(InvalidValueError, match="no profile 'y'"):
+        named_profile("y")
+    with parpool(2, profile="threads", quiet=True) as pool:
+        assert pool.num_workers == 2
+
+
+def test_a_file_with_a_byte_order_mark(write: Write) -> None:
+    """Editors on Windows write one."""
+    write("\ufeff[profiles.x]\nretries = 1")
+    assert named_profile("x").retries == 1
 
 
 def test_files_that_are_no_text(write: Write) -> None:
