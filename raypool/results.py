@@ -249,7 +249,8 @@ class Results(Sequence[T_co]):
         is_shown = (~is_failed & (~is_failed).cumsum().le(10)) | (
             is_failed & is_failed.cumsum().le(5)
         )
-        columns = [*columns_of(frame), *["error"] * bool(is_failed.any())]
+        columns = columns_of(frame, is_numbered=self._trials is not None)
+        columns += ["error"] * bool(is_failed.any())
         by = "" if metric is None else f"; the best by {metric}"
         left = len(frame) - int(is_shown.sum())
         rest = f"; .to_frame() has {left:,} more" if left else ""

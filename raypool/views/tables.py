@@ -94,13 +94,17 @@ def _plain(value: Any) -> Any:
     return None if is_missing(value) else describe_item(value)
 
 
-def columns_of(frame: pd.DataFrame) -> list[str]:
-    """Return the columns of a table of results that a terminal shows unless others are named."""
+def columns_of(frame: pd.DataFrame, *, is_numbered: bool = True) -> list[str]:
+    """Return the columns of a table of results that a terminal shows unless others are named.
+
+    If it `is_numbered`, its first column is no field of the user's.
+    """
     left_out = {*LEFT_OUT, *(str(name) for name in frame if frame[name].isna().all())}
-    is_training = frame.columns[0] == "report"
+    first = frame.columns[0] if is_numbered else None
+    is_training = first == "report"
     if is_training:
         left_out.add("time")
-    if frame.columns[0] == "trial":
+    if first == "trial":
         left_out.add("status")  # of its last part
     attempts = "attempt" if is_training else "attempts"
     if (frame[attempts] == 1).all():

@@ -62,6 +62,15 @@ def test_results_without_a_metric_stay_in_order() -> None:
         assert shown(pool.parfor(str, 0))[0] == ["<Results of 0 items: none>"]
 
 
+@pytest.mark.parametrize("name", ["report", "trial"])
+def test_fields_that_have_the_names_of_raypools_columns(name: str) -> None:
+    with parpool(profile="inline", quiet=True) as pool:
+        results = pool.parfor(len, [{name: 1}])
+    _, heading, _, row = shown(results)
+    assert heading[1:4] == [name, "value", "status"]
+    assert row[1:4] == ["1", "1", "finished"]
+
+
 def test_a_pool_and_its_calls(gate: Any, eventually: Any) -> None:
     with parpool(2, profile="threads", quiet=True) as pool:
         pool.options(name="first", worker=0).parfeval(gate.wait)
