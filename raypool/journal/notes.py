@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -32,8 +33,8 @@ def notes_in(run_dir: Path) -> dict[str, Note]:
         return {}
 
 
-def write_note(run_dir: Path, key: str, note: Note) -> None:
-    """Write the note of an item, in place of an earlier one.
+def write_note(run_dir: Path, key: str, changed: Mapping[str, bool | str]) -> None:
+    """Change fields of the note of an item; the others stay as they are.
 
     Raises:
         OSError: It cannot be written.
@@ -42,6 +43,8 @@ def write_note(run_dir: Path, key: str, note: Note) -> None:
     descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        write_file(run_dir / NOTES, json.dumps({**notes_in(run_dir), key: note}).encode())
+        notes = notes_in(run_dir)
+        note = {"star": False, "text": "", **notes.get(key, {}), **changed}
+        write_file(run_dir / NOTES, json.dumps({**notes, key: note}).encode())
     finally:
         os.close(descriptor)

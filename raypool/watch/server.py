@@ -385,16 +385,18 @@ class Pages:
             raise RefusedError(409, str(error)) from None
 
     async def note(self, request: Request) -> Response:
-        """Keep the note of an item."""
+        """Change the star or the text of an item's note, or both."""
         run, asked = await self._found(request), await _body(request)
-        star, text = asked.get("star"), asked.get("text")
-        if not isinstance(star, bool) or not isinstance(text, str) or len(text) > MAX_NOTE:
+        changed = {name: asked[name] for name in ("star", "text") if name in asked}
+        star, text = changed.get("star", False), changed.get("text", "")
+        is_note = isinstance(star, bool) and isinstance(text, str) and len(text) <= MAX_NOTE
+        if not changed or not is_note:
             raise RefusedError(400, f"A note has a star and a text of up to {MAX_NOTE} characters.")
         if self._folder.is_read_only:
             raise RefusedError(409, READ_ONLY)
         try:
             key = await run.ask(lambda: run.reader.key(self._item(request, run)))
-            await asyncio.to_thread(write_note, run.folder, key, {"star": star, "text": text})
+            await asyncio.to_thread(write_note, run.folder, key, changed)
         except OSError as error:
             raise RefusedError(409, f"The note could not be written: {error.strerror}.") from None
         run.next_at = 0.0  # all pages see it at once

@@ -167,8 +167,12 @@ def test_a_sweep_is_followed_to_its_end_and_obeys_the_buttons(watched: Watched) 
 
     watched.select(5)
     assert eventually(lambda: f"output of 5 {HOSTILE}" in watched.text("#item-output"))
-    watched.choose("#item-note", HOSTILE)
-    watched.choose("#filter", f'note == "{HOSTILE}" and lr < 0.2')
+    watched.js("document.getElementById('item-note').value = arguments[0]", HOSTILE)
+    watched.js(
+        "document.getElementById('item-note').dispatchEvent(new Event('change'));"
+        " document.getElementById('item-star').click()"
+    )
+    watched.choose("#filter", f'star and note == "{HOSTILE}" and lr < 0.2')
     assert eventually(lambda: watched.cells("note") == {5: HOSTILE})
     watched.choose("#filter", "lr <")
     assert watched.text("#filter-error").startswith("A value or a column is missing")

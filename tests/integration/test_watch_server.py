@@ -306,6 +306,11 @@ def test_notes_are_for_the_owner_only_and_not_where_a_page_is_read_only(
     assert site.ask(f"api/runs/{site.run}").json()["notes"]["1"] == note
     assert stat.S_IMODE((run_dir / "notes.json").stat().st_mode) == 0o600
     assert note in notes_in(run_dir).values()
+    for changed in ({"star": False}, {"text": "better"}):
+        assert site.ask(f"api/runs/{site.run}/notes/1", "POST", changed).status == 200
+        note |= changed
+        assert note in notes_in(run_dir).values(), "the other field stays"
+    assert site.ask(f"api/runs/{site.run}/notes/1", "POST", {"other": 1}).status == 400
     only = serve(run_dir, is_read_only=True)
     for path, asked in (("act", {"action": "stop_all"}), ("notes/1", note)):
         answer = only.ask(f"api/runs/{only.run}/{path}", "POST", asked)

@@ -236,7 +236,7 @@ function makeTable(rows) {
   table.names = names;
   table.on("click", "button.star", ({ target }) => {
     const item = table.row(target.closest("tr")).data()[0];
-    note(item, { ...noteOf(item), star: !noteOf(item).star });
+    note(item, { star: !noteOf(item).star });
   });
   table.on("select deselect", (_, __, ___, [...changed]) => {
     const chosen = selected(), newest = table.row(changed.at(-1)).data()?.[0];
@@ -417,6 +417,7 @@ function describe(details) {
   put("item-checkpoint", checkpoint ? `Last checkpoint: ${checkpoint}` : "");
 }
 
+// Only what has changed is sent: the rest of the note may be older here than at the server.
 async function note(item, changed) {
   await post(address(`/notes/${item}`), changed);
 }
@@ -626,8 +627,8 @@ byId("filter").addEventListener("input", () => table && useFilter());
 byId("stop-all").addEventListener("click", () => act("stop_all", null));
 byId("best-item").addEventListener("click", () => select(state.best.item));
 byId("item-acts").addEventListener("click", ({ target }) => target.dataset.action && act(target.dataset.action, shown));
-byId("item-star").addEventListener("click", () => note(shown, { ...noteOf(shown), star: !noteOf(shown).star }));
-byId("item-note").addEventListener("change", ({ target }) => note(Number(target.dataset.item), { ...noteOf(target.dataset.item), text: target.value }));
+byId("item-star").addEventListener("click", () => note(shown, { star: !noteOf(shown).star }));
+byId("item-note").addEventListener("change", ({ target }) => note(Number(target.dataset.item), { text: target.value }));
 byId("other").addEventListener("change", compare);
 for (const id of ["curve-metric", "curve-step", "curve-log"]) byId(id).addEventListener("change", () => redraw("curves"));
 const sight = new IntersectionObserver((entries) => {
