@@ -303,6 +303,9 @@ MAX_TEXT = 300
 MAX_EXACT = 2**53
 """The greatest integer up to which JavaScript's numbers skip none."""
 
+INFINITE = ("inf", "-inf")
+"""The cells of infinite numbers."""
+
 MAX_KEYS = 24
 """The most columns for the keys of nested configurations."""
 
@@ -406,15 +409,15 @@ def _spread(name: str, values: list[Any], depth: int) -> Iterable[tuple[str, lis
 
 
 def is_numeric(values: Iterable[Cell]) -> bool:
-    """Whether a column has numbers and nothing else.
+    """Whether a column has numbers, infinite ones among them, and nothing else.
 
     Example:
-        >>> is_numeric([1, None, 0.5])
-        True
-        >>> is_numeric([True]), is_numeric([1, "inf"]), is_numeric([None])
-        (False, False, False)
+        >>> is_numeric([1, None, 0.5]), is_numeric([1, "inf", "-inf"])
+        (True, True)
+        >>> is_numeric([True]), is_numeric([1, "info"]), is_numeric(["inf"]), is_numeric([None])
+        (False, False, False, False)
     """
-    there = [value for value in values if value is not None]
+    there = [value for value in values if value is not None and value not in INFINITE]
     return bool(there) and all(
         isinstance(value, (int, float)) and not isinstance(value, bool) for value in there
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,31 @@ def test_numbers_sort_as_numbers_and_the_best_item_comes_first(page: Any) -> Non
     assert eventually(
         lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"]
     )
+
+
+def test_an_item_that_diverged_sorts_last_and_leaves_the_metric_to_the_charts(
+    browser: Any, tmp_path: Path
+) -> None:
+    from selenium.webdriver.common.by import By
+
+    losses = [9.5, 10.25, -math.inf, 100.5, math.inf, 2.25]
+    configs = [{"loss": loss, "clip": clip} for loss in losses for clip in (1.0, math.inf)]
+    with parpool(profile="inline", quiet=True) as pool:
+        found = pool.parfor(lambda config: {"final": config["loss"]}, configs)
+        open_page(browser, found.report(tmp_path / "page.html"))
+    browser.find_elements(By.CSS_SELECTOR, HEADINGS)[headings(browser).index("final")].click()
+    expected = ["-inf", "2.25", "9.5", "10.25", "100.5", "inf"]
+    assert eventually(lambda: cells(browser, "final")[::2] == expected)
+    code = "return [...document.getElementById('coordinates-metric').options].map((it) => it.value)"
+    assert browser.execute_script(code) == ["final", "duration_s"]
+    code = """
+    const [{ dimensions, line }] = document.getElementById("coordinates").data;
+    return [dimensions.map(({ ticktext }) => ticktext), line.color];
+    """
+    ticks, colors = browser.execute_script(code)
+    assert sorted(colors) == [2.25, 2.25, 9.5, 9.5, 10.25, 10.25, 100.5, 100.5]
+    assert ["1", "inf"] in ticks, "as a field of configurations it has a place"
+    assert complaints(browser) == []
 
 
 def curves_drawn(page: Any) -> int:

@@ -1,10 +1,15 @@
 // Draws each chart when it comes near the window, and again when another metric is chosen, the table is filtered, or the colors of the system change.
 
 const story = JSON.parse(document.getElementById("story").textContent);
-const column = Object.fromEntries(story.table.columns.map((about, i) => [about.name, { ...about, cells: story.table.cells[i] }]));
+const column = Object.fromEntries(story.table.columns.map((about, i) => [about.name, { ...about, ...forCharts(about, story.table.cells[i]) }]));
 const ofKind = (...kinds) => story.table.columns.filter((about) => kinds.includes(about.kind)).map((about) => about.name);
 const varying = ofKind("config").filter((name) => new Set(column[name].cells).size > 1);
 const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
+// An axis has no place for infinite numbers: they are like missing ones, but fields of configurations like texts.
+function forCharts({ kind, is_numeric }, cells) {
+  if (!is_numeric || !cells.some((cell) => INFINITE.has(cell))) return { cells };
+  return kind === "config" ? { cells, is_numeric: false } : { cells: cells.map((cell) => (INFINITE.has(cell) ? null : cell)) };
+}
 const PALETTE = story.palette;
 const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
 const WIDE = 20; // from this ratio of the largest to the smallest value on, an axis is logarithmic

@@ -6,6 +6,8 @@ const markup = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
 const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); // plotly takes some tags in texts for markup
 const shorter = (text, most) => (text.length > most ? `${text.slice(0, most >> 1)}…${text.slice(-(most >> 1) + 1)}` : text);
 const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
+const INFINITE = new Map([["inf", Infinity], ["-inf", -Infinity]]); // JSON has no such numbers
+const number = (cell) => INFINITE.get(cell) ?? cell;
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
 function draw(id, traces, layout) {
@@ -26,6 +28,7 @@ function renderers(DataTable) {
   const text = DataTable.render.text().display;
   const short = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(5))) : String(value));
   const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
+  const renderNumber = (value, type) => (type === "sort" ? number(value) : render(value, type));
   const renderError = (value, type) => (value !== null && type === "display" ? `<div class="error">${text(value)}</div>` : render(value, type));
-  return { text, render, renderError };
+  return { text, render, renderNumber, renderError };
 }

@@ -1,5 +1,5 @@
 // The table: numbers sort as numbers, texts are never taken for HTML, and what it filters the charts leave out.
-const { render, renderError } = renderers(DataTable);
+const { render, renderNumber, renderError } = renderers(DataTable);
 const about = story.table.columns, cells = story.table.cells;
 const statusAt = about.findIndex(({ name, kind }) => name === story.table.mark && kind === "run");
 
@@ -12,7 +12,7 @@ const table = new DataTable("#items", {
   columns: about.map(({ name, kind, is_numeric }, i) => {
     const isError = kind === "run" && name === "error";
     const className = [kind, ...(i === 0 ? ["mark"] : []), ...(isError ? ["message"] : [])].join(" ");
-    return { data: i, className, type: is_numeric ? "num" : "string", render: isError ? renderError : render };
+    return { data: i, className, type: is_numeric ? "num" : "string", render: isError ? renderError : is_numeric ? renderNumber : render };
   }),
   columnControl: [{ target: 1, content: ["search"] }],
   titleRow: 0,

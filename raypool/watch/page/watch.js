@@ -2,7 +2,7 @@
 // User text becomes a text node, or passes `text` or `plain` of shared.js.
 import DataTable from "./dt_bundle.js";
 
-const { text, render, renderError } = renderers(DataTable);
+const { text, render, renderNumber, renderError } = renderers(DataTable);
 const MAX_CURVES = 50, MAX_BARS = 2000, MAX_ACTIONS = 50, MAX_CONFIGS = 200;
 const FIRST_CURVES = 10; // drawn while no item is selected
 const LEAST_MS = 1000; // between two drawings of a chart
@@ -208,7 +208,7 @@ function makeTable(rows) {
     ...columns.map(({ name, kind, is_numeric }, i) => {
       const isError = kind === "run" && name === "error";
       const className = [kind, ...(i === 0 ? ["mark"] : []), ...(isError ? ["message"] : [])].join(" ");
-      return { name, data: i, className, type: is_numeric ? "num" : "string", render: isError ? renderError : render };
+      return { name, data: i, className, type: is_numeric ? "num" : "string", render: isError ? renderError : is_numeric ? renderNumber : render };
     }),
     { title: "note", data: (row, type) => render(noteOf(row[0]).text, type), className: "note", type: "string" },
   ];
@@ -284,7 +284,7 @@ function select(item) {
 const TOKEN = /\s*(?:(?<sign><=|>=|==|!=|<|>|\(|\))|(?<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)|"(?<double>[^"]*)"|'(?<single>[^']*)'|`(?<quoted>[^`]+)`|(?<word>[\p{L}_][\p{L}\p{N}_.]*))/uiy;
 const WORDS = { true: true, false: false, none: null, null: null };
 const isSame = (a, b) => a === b || (a !== null && b !== null && String(a) === String(b));
-const isLess = (a, b) => a !== null && b !== null && typeof a === typeof b && a < b;
+const isLess = (a, b) => a !== null && b !== null && typeof number(a) === typeof number(b) && number(a) < number(b);
 const COMPARE = {
   "==": isSame, "!=": (a, b) => !isSame(a, b), "<": isLess, ">": (a, b) => isLess(b, a),
   "<=": (a, b) => isLess(a, b) || isSame(a, b), ">=": (a, b) => isLess(b, a) || isSame(a, b),
