@@ -586,7 +586,13 @@ def report(run_dir: Path, out: Path) -> None:
     help="Port of the page; if it is in use, a free one is used instead.  [default: any free one]",
 )
 @click.option("--read-only", "is_read_only", is_flag=True, help="Disable actions and notes.")
-@click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
+@click.option(
+    "--open",
+    "is_opened",
+    is_flag=True,
+    help="Open the page in a browser. Other users of this machine can then see its address, with"
+    " the secret, in the list of processes: leave this out where you do not trust them.",
+)
 def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -> None:
     """Show a saved run, or all runs below a folder, on a live page.
 
