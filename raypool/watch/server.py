@@ -387,7 +387,7 @@ class Pages:
     async def note(self, request: Request) -> Response:
         """Change the star or the text of an item's note, or both."""
         run, asked = await self._found(request), await _body(request)
-        changed = {name: asked[name] for name in ("star", "text") if name in asked}
+        changed: dict[str, Any] = {name: asked[name] for name in ("star", "text") if name in asked}
         star, text = changed.get("star", False), changed.get("text", "")
         is_note = isinstance(star, bool) and isinstance(text, str) and len(text) <= MAX_NOTE
         if not changed or not is_note:
