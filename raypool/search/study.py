@@ -163,7 +163,8 @@ class TrialStudy:
         sampler = self._study.sampler
         if not isinstance(sampler, (BruteForceSampler, GridSampler)) or not self.trials:
             return
-        with self._study._storage.showing({trial.number for trial in self.trials}):  # type: ignore[attr-defined]
+        storage: Any = self._study._storage
+        with storage.showing({trial.number for trial in self.trials}):
             if isinstance(sampler, GridSampler):
                 if sampler.is_exhausted(self._study):
                     self._study.stop()
