@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -847,7 +848,7 @@ def _rows(
 ) -> list[Row]:
     """Return a row for each item."""
     rows = [
-        Row() if index not in work.restored else work.restored[index].row
+        Row() if index not in work.restored else dataclasses.replace(work.restored[index].row)
         for index in range(len(work.items))
     ]
     for piece, result, worker in segments:

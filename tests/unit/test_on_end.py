@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -14,7 +15,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from raypool import ParallelPool, Results, load_results, parpool, search
+from raypool import (
+    ParallelPool,
+    Results,
+    load_checkpoint,
+    load_results,
+    parpool,
+    report,
+    save_checkpoint,
+    search,
+)
 from raypool.cli.main import main
 from raypool.errors import InvalidTypeError, InvalidValueError
 
@@ -183,6 +193,48 @@ def test_a_search_tells_its_trials(pool: ParallelPool, webhook: Webhook) -> None
     assert (got["state"], got["failed"], got["error"]) == ("failed", 2, "KeyError: 'x'")
     with pytest.raises(InvalidTypeError, match="on_end"):
         pool.search(dict, space, num_trials=1, on_end=1)  # type: ignore[arg-type]
+
+
+def test_durations_stay_when_results_are_made_again(tmp_path: Path) -> None:
+    """Those of a trial that an earlier call began, too."""
+    num_epochs = 0
+
+    def train(config: dict[str, Any]) -> None:
+        nonlocal num_epochs
+        for epoch in range((load_checkpoint() or 0) + 1, 4):
+            num_epochs += 1
+            if num_epochs == 7:
+                raise KeyboardInterrupt
+            save_checkpoint(epoch)
+            report(epoch=epoch, loss=config["x"] / epoch)
+
+    seen: list[list[float]] = []
+    with parpool(profile="inline", quiet=True) as pool:
+        begun, rest = (
+            functools.partial(
+                pool.search,
+                train,
+                {"x": search.uniform(0, 1)},
+                metric="loss",
+                num_trials=3,
+                stop=search.halving(max_epochs=3),
+                seed=1,
+                run_dir=tmp_path,
+                on_end=on_end,
+            )
+            for on_end in (None, lambda found: seen.append(durations(found.results)))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            begun()
+        before = durations(load_results(tmp_path))
+        now = durations(rest().results)
+    assert any(0 < old < new for old, new in zip(before, now, strict=True)), "one has gone on"
+    assert seen == [now]
+    assert durations(load_results(tmp_path)) == pytest.approx(now)
+
+
+def durations(results: Results[Any]) -> list[float]:
+    return results.to_frame()["duration_s"].tolist()
 
 
 def test_commands_notify(webhook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
