@@ -19,6 +19,7 @@ from raypool.cli.output import echo, errors_said
 from raypool.cli.sweep import (
     FEW_ROWS,
     Repeatable,
+    absolute,
     check_fits,
     resumable,
     run_options,
@@ -120,8 +121,9 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
         limits = {name: options[f"until_{name}"] for name in spaces.Until._fields}
         stop_when = spaces.until(**limits) if {*limits.values()} != {None} else None
         ranges = read_space(space)
+        place = absolute(run_dir)
         function = find_function(target)
-        check_fits(function, run_dir, options["seed"])
+        check_fits(function, place, options["seed"])
         from raypool.pool import parpool
 
         with (
@@ -135,7 +137,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     metric=options["metric"],
                     mode=options["mode"],
                     num_trials=options["num_trials"],
-                    run_dir=run_dir,
+                    run_dir=place,
                     stop=stop,
                     stop_when=stop_when,
                     cancel_grace_s=options["cancel_grace"],

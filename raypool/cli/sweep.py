@@ -168,6 +168,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     items: list[Config] = []
     with contextlib.redirect_stdout(sys.stderr), errors_said():
         items = read_configs(configs)
+        folder = place = absolute(run_dir)
         function = find_function(target)
         check_takes_whole(function, items)
         num_items = len(items)
@@ -178,16 +179,16 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 raise SystemExit(0)
             workers, profile = None, "inline"  # no item has to run
         if options["part_of"] is None:
-            check_fits(function, run_dir, options["seed"])
+            check_fits(function, folder, options["seed"])
         else:
             from raypool.cli.sweep_array import part_of
 
-            place = part_of(Path(run_dir), options["part_of"])
+            place = part_of(Path(folder), options["part_of"])
             # after a requeue a failed item has had its turn
             num_items, rerun = len(place.items), "missing"
         from raypool.pool import parpool
 
-        is_part = place is not run_dir
+        is_part = options["part_of"] is not None
         with resumable(run_dir, num_items, is_part), parpool(workers, profile=profile) as pool:
             results: Results[Any] = pool.parfor(
                 function,
@@ -242,15 +243,21 @@ def resumable(run_dir: str, total: int, is_part: bool = False) -> Iterator[None]
         raise SystemExit(PREEMPTED if is_preempted else INTERRUPTED) from None
 
 
+def absolute(run_dir: str) -> str:
+    """Return a run's folder, for use after the import of a module that changes the current one."""
+    from raypool.parallel_for import check_run_dir
+
+    check_run_dir(run_dir)
+    return os.path.abspath(run_dir)  # noqa: PTH100 (links stay)
+
+
 def check_fits(function: Callable[[Any], Any], run_dir: str, seed: int | None) -> None:
     """Make sure, before a pool starts, that the folder is not another sweep's."""
     from raypool.journal.journal import check_same
     from raypool.journal.keys import function_key
     from raypool.journal.reading import read_contents
-    from raypool.parallel_for import check_run_dir
 
-    check_run_dir(run_dir)
-    folder = Path(run_dir).absolute()
+    folder = Path(run_dir)
     try:
         contents = read_contents(folder)
     except JournalError:  # a new run, or one for the loop itself to repair or to refuse

@@ -313,6 +313,26 @@ def test_more_threads_than_a_process_should_have_are_wrong_use(
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["sweep", "search"])
+def test_a_module_that_changes_the_folder_does_not_move_the_run(folder: Path, command: str) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub/moving.py").write_text(
+        "import os\nos.chdir(os.path.dirname(os.path.abspath(__file__)))\n"
+        "def main(config):\n    return {'loss': config['width'], 'cwd': os.getcwd()}\n"
+    )
+    (folder / "space.toml").write_text("width = {choice = [8, 16]}")
+    given = (
+        ["space.toml", "--num-trials=2", "--metric=loss"] if command == "search" else ["good.csv"]
+    )
+    words = [command, "sub/moving.py:main", *given, "--run-dir=runs/x", "--profile=inline"]
+    done = CliRunner().invoke(main, words)
+    sys.modules.pop("moving", None)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[-1].endswith(" are in runs/x.")
+    found = load_results(folder / "runs/x")
+    assert [value["cwd"] for value in found] == [str(folder / "sub")] * 2
+
+
 def test_a_run_dir_is_asked_for(folder: Path) -> None:
     done = CliRunner().invoke(main, ["sweep", "module_of_sweep:train", "good.csv"])
     assert (done.exit_code, "Missing option '--run-dir'" in done.stderr) == (2, True)
