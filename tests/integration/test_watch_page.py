@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raypool import load_results, parpool
+from raypool.journal.notes import notes_in
 from tests.integration import browser as browsers
 from tests.integration.browser import complaints, requests
 from tests.leaks import poll as eventually
@@ -221,9 +222,14 @@ def test_runs_are_compared_and_the_page_says_when_a_sweep_or_the_server_is_gone(
     assert eventually(lambda: "interrupted" in watched.text("#summary"))
     assert "The process of the run is gone" in watched.text("#why-not")
     assert watched.buttons() == []
-    watched.js("document.querySelector('#runs tbody tr:not([aria-current]) button').click()")
+    watched.js(
+        "document.querySelector('#runs tbody tr:not([aria-current]) button').click();"
+        " document.querySelector('#item-1 button.star').click()"
+    )
     assert eventually(lambda: watched.cells("status") == {0: "finished", 1: "finished"})
     assert watched.text("#item-title") == "Item", "nothing is selected there"
+    assert eventually(lambda: notes_in(watched.run_dir)), "of the run that was still shown"
+    assert notes_in(watched.run_dir.parent / "older") == {}
     watched.check()
     watched.server.process.kill()
     assert eventually(lambda: "cannot be reached" in watched.text("#lost"))

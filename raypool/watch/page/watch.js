@@ -8,7 +8,7 @@ const FIRST_CURVES = 10; // drawn while no item is selected
 const LEAST_MS = 1000; // between two drawings of a chart
 
 let state = null; // as api/runs/ID gives it, without the rows, which the table has
-let run = null; // its id
+let run = null; // the id of the run that is wanted; until its state is here, `state.id` is the one that is shown
 let events = null;
 let heardAt = 0; // when the state came, of performance.now()
 let table = null;
@@ -53,7 +53,7 @@ const digits = (value) => (typeof value === "number" ? written(value) : value ==
 
 // --- the server --------------------------------------------------------------------------------------------------------------------------
 
-const address = (path = "") => `api/runs/${encodeURIComponent(run)}${path}`;
+const address = (path, id = state.id) => `api/runs/${encodeURIComponent(id)}${path}`;
 
 class Unreachable extends Error {} // the connection for events tells the user
 
@@ -81,7 +81,7 @@ async function post(path, body) {
 
 function connect() {
   events?.close();
-  events = new EventSource(address("/events"));
+  events = new EventSource(address("/events", run));
   events.addEventListener("state", ({ data }) => begin(JSON.parse(data)));
   events.addEventListener("change", ({ data }) => change(JSON.parse(data)));
   events.onopen = () => put("lost", "");
@@ -92,12 +92,13 @@ function connect() {
 }
 
 async function act(action, item) {
+  const { id } = state; // while somebody reads the question, another run may appear
   const what = action === "stop_all"
     ? ["Stop the sweep?", "Running items finish; no other item starts. Run the same script again to resume.", "Stop the sweep"]
     : action === "cancel" && [`Cancel item ${item}?`, "Its work since its last checkpoint is lost.", `Cancel item ${item}`];
   if (what && !(await confirmed(...what))) return;
-  const answer = await post(address("/act"), { action, item });
-  if (answer === null) return;
+  const answer = await post(address("/act", id), { action, item });
+  if (answer === null || id !== state.id) return;
   asked.set(answer.id, { action, item });
   showActions();
 }
@@ -118,6 +119,7 @@ function begin(found) {
   if (table !== null && run !== state.id) {
     table.destroy(true);
     table = null; // nothing of it, such as the selected items, is for another run
+    asked.clear();
   }
   const hasRoom = table !== null && table.rows().count() <= rows.length && JSON.stringify(columns) === JSON.stringify(found.columns);
   state = { ...rest, id: run };
@@ -583,7 +585,7 @@ function open(id) {
   run = id;
   history.replaceState(null, "", `#${encodeURIComponent(id)}`);
   shown = null;
-  asked.clear();
+  showItem();
   last.clear();
   byId("other").value = "";
   compare();
