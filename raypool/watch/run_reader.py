@@ -63,6 +63,9 @@ MAX_GPU_POINTS = 300
 MAX_OUTPUT = 100_000
 """The most of an item's output that is shown, the newest [characters]."""
 
+BRIEF_REST = 9
+"""After `Brief` has read a running run, it rests for this many times as long: a tenth of a core."""
+
 State = dict[str, Any]
 """The state of a run, ready for JSON; lists and dicts in it are never changed."""
 
@@ -435,11 +438,15 @@ class RunReader:
 
 
 class Brief:
-    """A few words on a run, for a list of runs; read again only if it has changed."""
+    """A few words on a run, for a list of runs; read again only if it has changed.
+
+    Reading takes the whole journal, so while the run goes on there are long rests.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: tuple[object, State] = (None, {})
+        self._next_at = -math.inf
 
     def look(self) -> State:
         """Return them as they are now. From any thread."""
@@ -449,9 +456,11 @@ class Brief:
         places = (folder, *parts_of(folder))
         version = [is_now, *(version_of(place / name) for place in places for name in names)]
         known, brief = self._known
-        if version == known:
+        is_resting = is_now and time.monotonic() < self._next_at
+        if version == known or (is_resting and brief["state"] == "running"):
             began = brief["started_at"] if is_now else None
             return brief if began is None else {**brief, "duration_s": time.time() - began}
+        read_at = time.monotonic()
         counts: dict[str, int] = {}
         started_at, duration_s = None, 0.0
         with contextlib.suppress(JournalError):
@@ -466,6 +475,8 @@ class Brief:
             "duration_s": duration_s,
         }
         self._known = version, brief
+        now = time.monotonic()
+        self._next_at = now + BRIEF_REST * (now - read_at)
         return brief
 
 

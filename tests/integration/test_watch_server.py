@@ -14,6 +14,8 @@ import shutil
 import signal
 import stat
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +28,7 @@ from raypool import InvalidValueError, JournalError, parpool, report
 from raypool.cli.main import main
 from raypool.engine.durable import RunPart
 from raypool.journal.notes import notes_in
-from raypool.watch import watch_page
+from raypool.watch import run_reader, watch_page
 from raypool.watch.run_reader import RunReader
 from raypool.watch.server import RunsFolder, WatchedFolder, WatchServer, as_json
 from tests.documents import blocks_of
@@ -388,6 +390,34 @@ def test_a_run_that_is_followed_looks_as_one_that_is_read_at_its_end(tmp_path: P
         )
     assert {"finished", "waiting"} <= {status for state in seen for status in state["counts"]}
     assert reader.look() == RunReader(folder).look()
+
+
+def test_the_list_of_runs_rests_while_a_large_run_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, num_reads, is_now = 0.0, 0, True
+    read = run_reader.read_contents
+
+    def read_slowly(*arguments: Any) -> Any:
+        nonlocal clock, num_reads
+        clock, num_reads = clock + 2, num_reads + 1
+        return read(*arguments)
+
+    def reads_after(seconds: float) -> int:
+        nonlocal clock
+        clock += seconds
+        os.utime(run_dir / "journal.sqlite", (clock, clock))  # it has changed
+        brief.look()
+        return num_reads
+
+    times = types.SimpleNamespace(time=time.time, monotonic=lambda: clock)
+    monkeypatch.setattr(run_reader, "time", times)
+    monkeypatch.setattr(run_reader, "read_contents", read_slowly)
+    monkeypatch.setattr(run_reader, "is_any_running", lambda folder: is_now)
+    brief = run_reader.Brief(run_dir)
+    assert [reads_after(seconds) for seconds in (1, 1, 10, 10)] == [1, 1, 1, 2]
+    is_now = False
+    assert reads_after(1) == 3, "its end is seen at once"
 
 
 def test_a_folder_is_removed_and_used_again(tmp_path: Path) -> None:

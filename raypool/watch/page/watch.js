@@ -133,7 +133,7 @@ function begin(found) {
 function change({ rows = {}, attempts = [], ...whole }) {
   const before = state.notes, isOther = (item) => JSON.stringify(before[item]) !== JSON.stringify(state.notes[item]);
   Object.assign(state, whole);
-  state.attempts.push(...attempts);
+  state.attempts = state.attempts.concat(attempts); // `push` takes only so many at once
   const noted = Object.keys({ ...before, ...state.notes }).filter(isOther), fields = new Set(Object.keys(whole));
   update(Object.values(rows), noted);
   if (Object.keys(rows).length) fields.add("rows");
@@ -556,7 +556,11 @@ async function drawGpus() {
 
 // --- several runs ------------------------------------------------------------------------------------------------------------------------
 
+let isListing = false;
+
 async function listRuns() {
+  if (isListing) return; // large runs take the server long
+  isListing = true;
   let runs;
   try {
     runs = await get("api/runs");
@@ -564,6 +568,8 @@ async function listRuns() {
     ignoreUnreachable(error);
     if (run === null) put("lost", "The server of this page cannot be reached. Retrying.");
     return;
+  } finally {
+    isListing = false;
   }
   byId("runs-section").hidden = runs.length < 2;
   if (hasChanged("runs", [runs, run])) {
