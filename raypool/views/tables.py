@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from raypool.channel.feed import column_name
 from raypool.profiles import PINNING
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
@@ -61,21 +62,32 @@ def sweep_as_json(frame: pd.DataFrame) -> str:
 
 
 def as_file_columns(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of results for a CSV or Parquet file: objects become JSON texts."""
+    """Return a table of results for a CSV or Parquet file: objects become JSON texts.
+
+    Parquet has neither complex numbers, which become texts, nor floats longer than 64 bits.
+    """
+    import numpy as np
     import pandas as pd
 
     columns = {}
     for name in frame:
-        is_plain = frame[name].dtype != object
-        columns[str(name)] = frame[name] if is_plain else frame[name].map(_file_cell)
+        column = frame[name]
+        if column.dtype == object or isinstance(column.dtype, pd.StringDtype):
+            column = column.map(_file_cell)
+        elif column.dtype.kind == "c":
+            column = column.map(str, na_action="ignore")
+        elif column.dtype == np.longdouble:
+            column = column.astype(float)
+        columns[str(name)] = column
     return pd.DataFrame(columns)
 
 
 def _file_cell(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
     plain = _plain(value)
-    return plain if plain is None or isinstance(plain, str) else json.dumps(plain)
+    if plain is None:
+        return None
+    # texts with halves of characters are not UTF-8
+    return column_name(plain if isinstance(plain, str) else json.dumps(plain))
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
@@ -213,6 +214,32 @@ def test_the_table_in_files(tmp_path: Path) -> None:
         raypool("show", "deep/newer", "--json", "--sort", "loss", "--top", "1").stdout
     )
     assert (first["index"], first["acc"]) == (5, {"val": 0.5})
+
+
+def broken(config: dict[str, str]) -> dict[str, Any]:
+    if config["n"] == 1:
+        raise ValueError(config["name"])
+    return {"file": config["name"], "z": 1 + 2j, "wide": np.longdouble(1.5)}
+
+
+def test_values_that_files_cannot_have(tmp_path: Path) -> None:
+    """Names of files that are not UTF-8, and numbers that Parquet lacks."""
+    items = [{"n": n, "name": f"caf{half}.png"} for n, half in enumerate(("\udce9", "\udce9", "e"))]
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(broken, items, run_dir=tmp_path / "run", on_error="collect")
+    paths = [str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]
+    done = raypool("show", str(tmp_path / "run"), "--csv", paths[0], "--parquet", paths[1])
+    assert (done.exit_code, done.output) == (0, "")
+    with open(paths[0], newline="") as file:
+        written = [*csv.DictReader(file)]
+    for rows in (written, pd.read_parquet(paths[1]).to_dict("records")):
+        assert [rows[0][name] for name in ("name", "file", "z")] == [
+            *["caf\\udce9.png"] * 2,
+            "(1+2j)",
+        ]
+        assert float(rows[0]["wide"]) == 1.5
+        assert rows[1]["error"] == "ValueError: caf\\udce9.png"
+        assert rows[2]["file"] == "cafe.png"
 
 
 @pytest.mark.parametrize(

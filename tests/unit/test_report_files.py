@@ -639,23 +639,3 @@ def test_pauses_between_sessions_are_left_out(tmp_path: Path) -> None:
     assert figure.axes[0].get_xlim() == (0, 2)
     assert "pauses between sessions left out" in figure.axes[0].get_xlabel()
     assert "0% idle" in figure.axes[0].get_title(loc="left")
-
-
-def test_rows_of_older_pickles_are_understood() -> None:
-    row = Row.__new__(Row)
-    row.__setstate__(
-        (
-            None,
-            {
-                "status": "finished",
-                "duration_s": 1.0,
-                "started_at": START,
-                "worker": 0,
-                "gpu": None,
-                "attempts": 1,
-            },
-        )
-    )
-
-    assert (row.host, row.run, row.peak_memory_bytes) == (None, 1, None)
-    assert len(Results([1], [1], lambda: [row], {}).timeline().axes) == 1
