@@ -79,8 +79,18 @@ class _Pipe(io.FileIO):
 
 
 def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
-    """Print a text. All output of commands goes through here, except that of other programs."""
+    """Print a text. All output of commands goes through here or `write_out`, except that of other
+    programs.
+    """
     click.echo(click.style(printable(text), fg=color), err=err)
+
+
+def write_out(data: str) -> None:
+    """Write data to standard output: into a file or a pipe unchanged, to a terminal safely."""
+    if sys.stdout.isatty():
+        echo(data)
+    else:
+        click.echo(data, color=True)  # else click removes codes of colors
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from raypool.cli.output import INTERRUPTED, PREEMPTED, echo, errors_said
+from raypool.cli.output import INTERRUPTED, PREEMPTED, echo, errors_said, write_out
 from raypool.errors import InvalidValueError, JournalError, PoolPreemptedError, did_you_mean
 
 if TYPE_CHECKING:
@@ -512,7 +512,7 @@ def _write(frame: pd.DataFrame, kind: str, path: str) -> None:
 
     columns = tables.as_file_columns(frame)
     if (kind, path) == ("csv", "-"):
-        echo(columns.to_csv(index=False).rstrip("\n"))
+        write_out(columns.to_csv(index=False).rstrip("\n"))
         return
     try:
         getattr(columns, f"to_{kind}")(path, index=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from raypool import RunOptions, parpool
 from raypool.cli.main import main
+from raypool.views.words import CONTROLS
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +216,23 @@ def test_the_table_in_files(tmp_path: Path) -> None:
         raypool("show", "deep/newer", "--json", "--sort", "loss", "--top", "1").stdout
     )
     assert (first["index"], first["acc"]) == (5, {"val": 0.5})
+
+
+def test_csv_in_a_pipe_has_the_values_and_on_a_terminal_no_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\u200bb\r\nc\x0cd\x1b[31m"
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(str, [text], run_dir=tmp_path / "run")
+    for words in (
+        ["show", str(tmp_path / "run"), "--csv", "-"],
+        ["export", str(tmp_path / "run"), "--to", "csv", "--output", "-"],
+    ):
+        piped = raypool(*words).stdout_bytes.decode()
+        [row] = csv.DictReader(io.StringIO(piped, newline=""))
+        assert (row["item"], row["value"]) == (text, text)
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True)
+    assert not CONTROLS.search(raypool(*words).stdout)
 
 
 def broken(config: dict[str, str]) -> dict[str, Any]:
