@@ -443,13 +443,14 @@ STEPS = ("step", "global_step", "epoch", "iteration", "batch")
 
 
 def curves_of(
-    metrics: pd.DataFrame, best_first: Sequence[int] = ()
+    metrics: pd.DataFrame, best_first: Sequence[int] = (), best_by: str | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return curves as the report draws them, and notes on those left out.
 
     `items` has the number of each curve's item, `starts` its begin in the `columns` of all metrics
     (and the last one's end). An empty cell separates two attempts at an item. The first
     `num_ranked` curves are of items in `best_first`, in this order; the others follow by number.
+    The metric `best_by` is not left out.
 
     Example:
         >>> import pandas as pd
@@ -471,8 +472,8 @@ def curves_of(
     chosen = [name for name in numeric if name not in steps]
     notes: list[str] = []
     if len(chosen) > MAX_METRICS:
-        notes.append(f"The first {MAX_METRICS} of {len(chosen):,} metrics can be chosen.")
-        chosen = chosen[:MAX_METRICS]
+        notes.append(f"{MAX_METRICS} of {len(chosen):,} metrics can be chosen.")
+        chosen = _with_room(chosen, best_by)
     columns: dict[str, list[Cell]] = {name: [] for name in [*steps, *chosen]}
     items, starts = [], [0]
     indices: dict[Any, Any] = metrics.groupby("item").indices if chosen else {}
@@ -550,12 +551,26 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     return sorted(kept)
 
 
-def last_of(metrics: pd.DataFrame, num_items: int) -> Iterator[tuple[str, list[Cell]]]:
-    """Yield the numeric metrics, each with the last value of each item."""
-    names = [name for name in metrics.columns if name not in ("time", "item", "attempt")]
+def reported_in(metrics: pd.DataFrame) -> list[str]:
+    """Return the names of the metrics in a table of reports."""
+    return [name for name in metrics.columns if name not in ("time", "item", "attempt")]
+
+
+def _with_room(names: list[str], best_by: str | None) -> list[str]:
+    """Return the metrics for which a page has room; if not for all, `best_by` is the first."""
+    if len(names) > MAX_METRICS and best_by in names:
+        names = [best_by, *(name for name in names if name != best_by)]
+    return names[:MAX_METRICS]
+
+
+def last_of(
+    metrics: pd.DataFrame, num_items: int, best_by: str | None = None
+) -> Iterator[tuple[str, list[Cell]]]:
+    """Yield numeric metrics, each with the last value of each item; `best_by` is not left out."""
+    names = reported_in(metrics)
     if not names or not num_items:
         return
     last = metrics.groupby("item")[names].last().reindex(range(num_items))
-    for name in names[:MAX_METRICS]:
+    for name in _with_room(names, best_by):
         if _has_numbers(last[name]):
             yield str(name), [short(value) for value in last[name].tolist()]

@@ -16,6 +16,7 @@ from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
 from raypool.journal.provenance import facts_of
 from raypool.views.drawing import (
     COLORS,
+    MAX_METRICS,
     MAX_TEXT,
     PALETTE,
     Cell,
@@ -29,6 +30,7 @@ from raypool.views.drawing import (
     merged,
     number_column,
     plan,
+    reported_in,
     short,
     took,
     unit_of,
@@ -96,6 +98,11 @@ class Story(NamedTuple):
     def mark(self) -> str:
         """The column by whose cells the items are colored."""
         return "status" if self.trials is None else "state"
+
+    @property
+    def best_by(self) -> str | None:
+        """The name under which the metric was reported, if it was."""
+        return None if self.metric is None else self.metric.removeprefix("last ")
 
 
 Columns: TypeAlias = Mapping[str, Sequence[Cell]]
@@ -210,8 +217,9 @@ def _importance(config: Columns, scores: Mapping[int, Any]) -> Importance | None
 
 def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's scripts, and notes on data left out."""
-    curves, notes = curves_of(story.metrics, list(story.scores))
+    curves, notes = curves_of(story.metrics, list(story.scores), story.best_by)
     curves["ranked_by"] = story.metric
+    notes["table"] = note_on_table(story)
     data: dict[str, Any] = {
         "table": table_of(story, config),
         "best_first": list(story.scores),
@@ -242,7 +250,7 @@ def table_of(story: Story, config: Columns) -> dict[str, Any]:
     value = columns(frame, values)
     reported = {
         f"last {name}": cells
-        for name, cells in last_of(story.metrics, len(frame))
+        for name, cells in last_of(story.metrics, len(frame), story.best_by)
         if name not in value  # a metric that was also returned
     }
     started = frame["started_at"].dt.strftime("%Y-%m-%d %H:%M:%S")
@@ -281,6 +289,14 @@ def table_of(story: Story, config: Columns) -> dict[str, Any]:
             len(frame) > 1 and any(len(set(cells)) > 1 for cells in config.values())
         ),
     }
+
+
+def note_on_table(story: Story) -> str:
+    """Return which columns the table leaves out; "" if none."""
+    num_metrics = len(reported_in(story.metrics))
+    if num_metrics <= MAX_METRICS:
+        return ""
+    return f"The table has columns for {MAX_METRICS} of {num_metrics:,} reported metrics."
 
 
 def _cut(text: Any, most: int) -> str | None:

@@ -40,7 +40,6 @@ from raypool.journal.trials import STUDY
 from raypool.results import Results, collector_paused
 from raypool.views.drawing import (
     MAX_EXACT,
-    MAX_METRICS,
     PALETTE,
     PLAIN,
     STEPS,
@@ -51,7 +50,7 @@ from raypool.views.drawing import (
     short,
     thinned,
 )
-from raypool.views.report import MARKS, best_of, table_of, traceback_of
+from raypool.views.report import MARKS, best_of, note_on_table, table_of, traceback_of
 from raypool.worker.folders import checkpoint_time
 
 MAX_VALUE_BYTES = 1024 * 1024
@@ -253,6 +252,7 @@ class RunReader:
                 "title": results._name,
                 "metric": story.metric,
                 "best": best_of(story, config),
+                "table_note": note_on_table(story),
             },
             results,
         )
@@ -328,10 +328,11 @@ class RunReader:
             "counts": dict(counts),
             "started_at": started_at,
             "duration_s": duration_s,
-            **({"metric": None, "best": None} if table is None else table.summary),
+            **dict.fromkeys(("metric", "best", "table_note")),
+            **({} if table is None else table.summary),
             "columns": [] if table is None else table.columns,
             "rows": rows,
-            "metrics": [name for name in self._metrics if name not in STEPS][:MAX_METRICS],
+            "metrics": [name for name in self._metrics if name not in STEPS],
             "steps": [name for name in STEPS if name in self._metrics],
             "live": _clean(live),
             "attempts": self._attempts,

@@ -392,6 +392,26 @@ def test_a_run_that_is_followed_looks_as_one_that_is_read_at_its_end(tmp_path: P
     assert reader.look() == RunReader(folder).look()
 
 
+def test_of_many_metrics_none_is_left_out_without_a_note(tmp_path: Path) -> None:
+    def train_many(config: dict[str, Any]) -> None:
+        report(epoch=0, **{f"class_{number}": 0.5 for number in range(24)})
+        report(epoch=1, val_loss=config["lr"])
+
+    with parpool(profile="inline", quiet=True) as pool:
+        items = [{"lr": 0.1}, {"lr": 0.2}]
+        results = pool.parfor(train_many, items, run_dir=tmp_path / "run", progress=False)
+    state = RunReader(tmp_path / "run").look()
+    assert (len(state["metrics"]), state["metrics"][-1]) == (25, "val_loss")
+    assert state["metric"] == "last val_loss"
+    assert "last val_loss" in [column["name"] for column in state["columns"]], "items rank by it"
+    note = "The table has columns for 20 of 26 reported metrics."
+    assert state["table_note"] == note
+    page = results.report(tmp_path / "page.html").read_text()
+    assert note in page
+    assert "20 of 25 metrics can be chosen." in page
+    assert '"metrics":["val_loss"' in page
+
+
 def test_the_list_of_runs_rests_while_a_large_run_goes_on(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ function showSummary() {
   document.title = state.title;
   put("title", state.title);
   put("problem", state.problem ?? "");
+  put("table-note", state.table_note ?? "");
   put("why-not", state.can_act ? "" : state.why_not ?? "");
   byId("stop-all").hidden = !state.can_act;
   const { best } = state;
