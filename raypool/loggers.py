@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from raypool.channel.feed import Row, column_name, fields_of
+from raypool.channel.feed import MAX_EXACT, Row, column_name, fields_of
 from raypool.channel.records import Missing
 from raypool.errors import InvalidTypeError, check_installed, whole_number
 from raypool.views.words import describe_error, number_in
@@ -32,9 +32,6 @@ logger = logging.getLogger("raypool")
 
 MAX_TEXT = 500
 """The greatest length of a parameter that is not a number [characters]."""
-
-MAX_EXACT = 2**53
-"""The integer up to which floats have all integers."""
 
 
 class LoggedOutcome(NamedTuple):

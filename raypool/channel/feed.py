@@ -49,8 +49,8 @@ PIECE_BYTES = 4096
 AGAIN = b"\n[raypool: it runs again]\n"
 """The line between the output of one attempt and the next."""
 
-EXACT = 2**53
-"""Floats hold all integers up to this one."""
+MAX_EXACT = 2**53
+"""The integer up to which floats, and JavaScript's numbers, have all integers."""
 
 LAST_ITEMS = 1024
 """How many items' last values are known, of those that have reported last."""
@@ -368,7 +368,7 @@ class Feed:
             )
         else:
             for name in values:  # with a gap, pandas has made floats of integers
-                if values[name].dtype == float and (values[name].abs() >= EXACT).any():
+                if values[name].dtype == float and (values[name].abs() >= MAX_EXACT).any():
                     values[name] = with_gaps([row.get(name) for row in metrics])
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 

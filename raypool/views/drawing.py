@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from raypool.channel.feed import fields_of
+from raypool.channel.feed import MAX_EXACT, fields_of
 from raypool.views.words import describe_item, duration, number_in, one_line
 
 if TYPE_CHECKING:
@@ -299,9 +299,6 @@ MISSING = ("NoneType", "NAType", "NaTType")
 
 MAX_TEXT = 300
 """The length at which texts are cut [characters]."""
-
-MAX_EXACT = 2**53
-"""The greatest integer up to which JavaScript's numbers skip none."""
 
 INFINITE = ("inf", "-inf")
 """The cells of infinite numbers."""

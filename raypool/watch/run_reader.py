@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.channel.feed import Feed, fields_of, text_of_file
+from raypool.channel.feed import MAX_EXACT, Feed, fields_of, text_of_file
 from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, samples_in
 from raypool.errors import JournalError
 from raypool.journal.files import DIARY, METRICS, Damaged
@@ -39,7 +39,6 @@ from raypool.journal.schema import Row
 from raypool.journal.trials import STUDY
 from raypool.results import Results, collector_paused
 from raypool.views.drawing import (
-    MAX_EXACT,
     PALETTE,
     PLAIN,
     STEPS,
