@@ -90,7 +90,7 @@ def write_out(data: str) -> None:
     if sys.stdout.isatty():
         echo(data)
     else:
-        click.echo(data, color=True)  # else click removes codes of colors
+        click.echo(data.encode())  # UTF-8, as in a file; click changes no bytes
 
 
 @contextlib.contextmanager
