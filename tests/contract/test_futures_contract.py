@@ -47,9 +47,9 @@ def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
     assert values == {0: 0, 1: 10, 3: 30, 4: 40}
     assert errors == 1
     assert all(future.read for future in futures)
-    with pytest.raises(ValueError, match="no unread future"):
+    with pytest.raises(ValueError, match="has nothing to return"):
         fetch_next(futures, timeout_s=0)
-    with pytest.raises(ValueError, match="no unread future"):
+    with pytest.raises(ValueError, match="has nothing to return"):
         fetch_next([])
 
 
@@ -100,7 +100,7 @@ def test_fetch_outputs_in_the_order_of_submission(pool: ParallelPool) -> None:
     futures = [pool.parfeval(pow, x, 2) for x in range(5)]
 
     assert fetch_outputs(futures) == [0, 1, 4, 9, 16]
-    with pytest.raises(ValueError, match="no unread future"):
+    with pytest.raises(ValueError, match="has nothing to return"):
         fetch_next(futures)
     assert fetch_outputs(futures) == [0, 1, 4, 9, 16], "twice is no harm"
     assert fetch_outputs([]) == []

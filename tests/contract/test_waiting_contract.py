@@ -132,7 +132,7 @@ def test_the_new_futures_can_be_read_like_others(pool: ParallelPool) -> None:
         2: "3",
         3: "4",
     }
-    with pytest.raises(ValueError, match="no unread future"):
+    with pytest.raises(ValueError, match="has nothing to return"):
         fetch_next(followers)
     assert fetch_outputs(followers) == ["1", "2", "3", "4"]
     assert {future.result() for future in concurrent.futures.as_completed(followers, 300)} == {
