@@ -142,7 +142,7 @@ def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
     assert said["resized"] == 1
     assert said["too_many"].startswith("GPU: requested 9, available ")
     assert "ClusterProbe" not in said["too_many"]
-    assert said["not_here"].startswith("gpus=[0]: are GPUs of this machine, which is not a node of")
+    assert said["not_here"].startswith("gpus=[0] are GPUs of this machine, which is not a node of")
 
 
 FAR = """

@@ -356,7 +356,7 @@ def spots(
     if not isinstance(gpus, Mapping):
         if client.is_outside():
             raise InvalidValueError(
-                f"gpus={list(gpus)}: are GPUs of this machine, which is not a node of the cluster"
+                f"gpus={list(gpus)} are GPUs of this machine, which is not a node of the cluster"
                 f" at {client.server()}. Specify the machine: gpus={{'lab-3': {list(gpus)}}}."
             )
         here = ray.get_runtime_context().get_node_id()
