@@ -40,6 +40,7 @@ from benchmarks.tasks import begin_and_rest
 
 ROUNDS = 5
 LONG_S = 60.0
+BEGUN_WITHIN_S = 300.0  # more than 30 s were needed once, on a slow machine
 DEADLINE_S = 30.0
 LOST_S = 1.0  # who has nothing to say of a call by then never will
 TAKEN = 200
@@ -124,10 +125,10 @@ def _begun(system, folder):
     """Begin a long call; return it, and the process that runs it."""
     path = Path(folder, "begun")
     call = system.submit(begin_and_rest, str(path), LONG_S)
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + BEGUN_WITHIN_S
     while not (path.exists() and path.read_text().endswith("\n")):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"A call has not begun within {DEADLINE_S:g} s.")
+            raise TimeoutError(f"A call has not begun within {BEGUN_WITHIN_S:g} s.")
         time.sleep(0.001)
     return call, int(path.read_text())
 

@@ -29,7 +29,7 @@ RESTS = 20
 slow down who has many.
 """
 
-LIMIT_S = 240.0
+LIMIT_S = 1200.0
 """No script may take longer [s]."""
 
 
