@@ -51,9 +51,13 @@ NAMES = {
         "ray._private.parameter", "Options of `ray start` that `ray.init` does not have."
     ),
     "services": PrivateName(
-        "ray._private.services", "Waits for this machine's node, looking once a second."
+        "ray._private.services",
+        "Starts an agent that nobody asks, and waits for this machine's node, looking once a"
+        " second.",
     ),
-    "utils": PrivateName("ray._private.utils", "Decides which of Ray's agents is started."),
+    "utils": PrivateName(
+        "ray._private.utils", "Imports what an agent of the dashboard needs; threads of a worker."
+    ),
     "Config": PrivateName("ray._raylet", "Reads Ray's settings from the environment again."),
     "AuthenticationTokenLoader": PrivateName("ray._raylet", "Reads the token again."),
     "get_accelerator_manager_for_resource": PrivateName(

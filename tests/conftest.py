@@ -28,7 +28,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
-from raypool.backends.ray.session import ENVIRONMENT, LATE_NEWS, fork_server_for, without_helpers
+from raypool.backends.ray.session import ENVIRONMENT, SETTINGS, fork_server_for, without_helpers
 from raypool.cluster.connect import make_token
 from raypool.profiles import Profile
 from raypool.worker.running import environment
@@ -253,7 +253,7 @@ def ray_session() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            _system_config=LATE_NEWS,
+            _system_config=dict(SETTINGS),
         )
     yield
     shared.close()

@@ -83,20 +83,32 @@ def is_users(module: str | None) -> bool:
 @functools.lru_cache(4096)
 def is_installed(file: str) -> bool:
     """Return whether a file or folder is that of an installed package or the standard library."""
-    path = Path(file).resolve()
-    return not INSTALLED.isdisjoint(path.parts) or not _libraries().isdisjoint(
-        [path, *path.parents]
-    )
+    folder, name = os.path.split(file)
+    # a process may have thousands of modules: following the links of each whole path is slow
+    if name in ("", os.curdir, os.pardir) or Path(file).is_symlink():
+        return _is_library(_real(file))
+    return _is_library(f"{_real(folder)}{os.sep}{name}")
+
+
+@functools.lru_cache(4096)
+def _real(path: str) -> str:
+    return os.path.realpath(path)
+
+
+@functools.lru_cache(4096)
+def _is_library(path: str) -> bool:
+    folder, name = os.path.split(path)
+    return name in INSTALLED or path in _libraries() or (folder != path and _is_library(folder))
 
 
 @functools.cache
-def _libraries() -> frozenset[Path]:
+def _libraries() -> frozenset[str]:
     """Return the folders of the standard library, of installed packages and of raypool itself."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [Path(sysconfig.get_path(kind)) for kind in kinds]
     zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     folders += [folders[0].parent / zipped, Path(__file__).parents[1]]
-    return frozenset(folder.resolve() for folder in folders)
+    return frozenset(str(folder.resolve()) for folder in folders)
 
 
 def folder_of(module: str) -> Path | None:

@@ -82,7 +82,7 @@ def test_who_holds_the_gpus_is_named(
             with pytest.raises(ResourceError, match="GPU: requested 2, available 1") as caught:
                 parpool(2, start_timeout_s=9, quiet=True)
             assert (
-                "Waiting for 2 GPU (1 available), at most start_timeout_s=9. Held by: "
+                "Waiting for 2 GPU (1 granted so far), at most start_timeout_s=9. Held by: "
                 in caplog.text
             )
             holders = " ".join(caught.value.holders)

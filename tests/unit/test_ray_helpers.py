@@ -12,21 +12,30 @@ from raypool.backends.ray.session import SWITCHES, without_helpers
 
 node = pytest.importorskip("ray._private.node")
 parameter = pytest.importorskip("ray._private.parameter")
+services = pytest.importorskip("ray._private.services")
 utils = pytest.importorskip("ray._private.utils")
+
+PATCHED = [
+    (node.Node, "start_api_server"),
+    (parameter, "RayParams"),
+    (services, "get_node"),
+    (services, "_build_python_executable_command_memory_profileable"),
+    (utils, "get_dashboard_dependency_error"),
+]
+
+
+def patched() -> list[object]:
+    return [getattr(place, name) for place, name in PATCHED]
 
 
 def test_everything_is_as_before_afterwards() -> None:
-    before = node.Node.start_api_server, parameter.RayParams, utils.get_dashboard_dependency_error
+    before = patched()
     with without_helpers():
         settings = parameter.RayParams()
         assert {name: getattr(settings, name) for name in SWITCHES} == SWITCHES
-        assert node.Node.start_api_server is not before[0]
+        assert not set(patched()) & set(before)
         assert utils.get_dashboard_dependency_error() is not None
-    assert (
-        node.Node.start_api_server,
-        parameter.RayParams,
-        utils.get_dashboard_dependency_error,
-    ) == before
+    assert patched() == before
 
 
 def test_a_ray_without_these_switches_starts_as_it_does_by_itself(
@@ -38,16 +47,15 @@ def test_a_ray_without_these_switches_starts_as_it_does_by_itself(
         assert (node.Node.start_api_server, parameter.RayParams) == before
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [(node.Node, "start_api_server"), (utils, "get_dashboard_dependency_error")]
-)
+@pytest.mark.parametrize(("place", "name"), PATCHED)
 def test_a_ray_without_such_a_name_starts_as_it_does_by_itself(
     monkeypatch: pytest.MonkeyPatch, place: object, name: str
 ) -> None:
     monkeypatch.delattr(place, name)
-    before = parameter.RayParams
+    others = [other for other in PATCHED if other != (place, name)]
+    before = [getattr(*other) for other in others]
     with without_helpers():
-        assert parameter.RayParams is before
+        assert [getattr(*other) for other in others] == before
 
 
 def test_a_ray_whose_names_are_elsewhere_starts_as_it_does_by_itself(

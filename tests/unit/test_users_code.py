@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from raypool.channel.records import Failure, WorkerInfo
-from raypool.channel.users_code import PATCHERS, Project, generators_of
+from raypool.channel.users_code import PATCHERS, Project, generators_of, is_installed
 from raypool.core.model import Slice
 from raypool.engine.work import described
 
@@ -125,6 +125,26 @@ def test_packages_are_not_looked_into() -> None:
     versions = Project().look().versions
     assert __name__ in versions
     assert not {"pytest", "numpy", "os", "raypool", "raypool.pool"} & versions.keys()
+
+
+def test_what_is_installed_is_where_links_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable installation may be a link to the user's folder, or to one file of it."""
+    packages, project = tmp_path / "venv" / "site-packages", tmp_path / "project"
+    packages.mkdir(parents=True)
+    project.mkdir()
+    (tmp_path / "short").symlink_to(packages)
+    (packages / "linked").symlink_to(project)
+    (packages / "linked.py").symlink_to(project / "linked.py")
+    (project / "vendored.py").symlink_to(packages / "vendored.py")
+    monkeypatch.chdir(project)
+    installed = [tmp_path / "short" / "a.py", packages / "a" / "b.py", packages, tmp_path / "short"]
+    installed += [project / "vendored.py", Path("../short/a.py"), Path(os.__file__)]
+    users = [packages / "linked" / "a.py", packages / "linked.py", project / "a.py", Path("a.py")]
+    assert [is_installed(str(path)) for path in (*installed, *users)] == [True] * 7 + [False] * 4
+    assert is_installed(f"{packages}/")
+    assert not is_installed("../short/..")
 
 
 def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleType) -> None:

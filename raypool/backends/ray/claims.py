@@ -113,10 +113,10 @@ class Wanted:
             # claims of this process are not waited for
             others = tuple(name for name in holders() if _holder() not in name)
             logger.warning(
-                "Waiting for %s, at most start_timeout_s=%g. %s",
+                "Waiting for %s, at most start_timeout_s=%g.%s",
                 missing(),
                 self._timeout_s,
-                held_by(others) if others else "",
+                f" {held_by(others)}" if others else "",
             )
 
     def is_over(self) -> bool:
@@ -299,7 +299,7 @@ def _await_claims(kinds: Sequence[ClaimProgress], wanted: Wanted) -> None:
     def missing() -> str:
         return " and ".join(
             f"{kind.need.least * kind.need.demand.each:g} {kind.need.demand.kind}"
-            f" ({len(kind.good) * kind.need.demand.each:g} available)"
+            f" ({len(kind.good) * kind.need.demand.each:g} granted so far)"
             for kind in kinds
         )
 

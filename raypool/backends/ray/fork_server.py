@@ -3,9 +3,9 @@
 A worker that imports torch itself needs seconds until its first result, and 200 MB of its own. The
 driver calls `serve` for each Ray that it starts, before it imports Ray. That starts this file as a
 script, once: the base, which imports the user's libraries and forks a server for each of these
-Rays. A server imports Ray with the first worker (Ray then reads the number of its raylet, for
-good), and forks all of them. It has one thread, never touches a GPU, and ends with its raylet; the
-base ends with the driver.
+Rays. A server imports Ray when it first hears of its raylet (Ray then reads that one's number, for
+good), and forks all of its workers. It has one thread, never touches a GPU, and ends with its
+raylet; the base ends with the driver.
 
 A fork differs from its siblings as new processes would: in its random numbers, keys and ids. What
 is read before Python's `main`, or as a library is imported, cannot differ. Then the server refuses,
@@ -61,12 +61,17 @@ PER_WORKER = {
 }
 """Those among them that may differ: a worker reads them later."""
 
-OF_RAY = ("numpy", "requests", "jsonschema", "psutil", "yaml", "google.protobuf.message", "grpc")
+OF_RAY = (
+    *("numpy", "requests", "jsonschema", "psutil", "yaml", "google.protobuf.message", "grpc"),
+    *("pyarrow", "pydantic.v1.fields", "starlette.datastructures"),
+)
 """What Ray imports: the base can import these, but not Ray itself."""
 
 OF_WORKERS = (
     "ray._private.workers.default_worker",
     "ray._private.runtime_env.setup_hook",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
     "raypool.backends.ray.worker",
 )
 
@@ -274,6 +279,9 @@ class ForkServer:
                 raise ValueError(self._flaw)
             if not self._has_ray:
                 self._import_ray(request["variables"])
+            if "words" not in request:  # the raylet is up, and will ask for workers
+                client.close()
+                return None
             reason = self._refusal(request["variables"])
             if reason is not None:
                 raise ValueError(reason)
@@ -301,6 +309,10 @@ class ForkServer:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         sys.path.append(self._raypool)
         import_all(OF_WORKERS)
+        from raypool.channel.users_code import is_users
+
+        for name in sys.modules.copy():
+            is_users(name)  # each worker asks this of all modules; forks inherit the answers
         sys.path.remove(self._raypool)
         self._has_ray = True
         self._watch.unregister(self._owner)

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raypool import ray_private
-from raypool.backends.ray import fork_client, fork_server
+from raypool.backends.ray import dashboard_agent, fork_client, fork_server
 from raypool.cluster import connect
 from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
@@ -55,10 +55,16 @@ NOT_HOME = (
 SHUTDOWN_S = 20.0
 """How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
-LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
-"""A setting of Ray's: how long who has called a worker that died waits to hear why [ms]. Ray waits
-1 s and then speaks of a machine that does not answer; a busy one may need longer.
-"""
+SETTINGS = {
+    # how long who has called a worker that died waits to hear why: Ray waits 1 s and then speaks of
+    # a machine that does not answer; a busy one may need longer
+    "timeout_ms_task_wait_for_death_info": 30_000,
+    # how long the raylet waits before it tries again to connect to its own object store, whose
+    # thread it has just started: 1 s, ten times, which delayed every other start of Ray
+    "raylet_client_connect_timeout_milliseconds": 20,
+    "raylet_client_num_connect_attempts": 500,
+}
+"""Settings of a Ray of our own [ms]."""
 
 OTHER_ORDER = (
     "Workers take CUDA_VISIBLE_DEVICES=%s as numbers of nvidia-smi, but in this process CUDA counts"
@@ -634,7 +640,7 @@ def _connect(
                 "num_gpus": count_gpus(inventory),
                 "include_dashboard": False,
                 "_temp_dir": str(_files[0]),
-                "_system_config": dict(LATE_NEWS),  # Ray writes into it
+                "_system_config": dict(SETTINGS),  # Ray writes into it
             }
             with without_helpers(), _not_a_task():
                 _init_kept(ray, options)
@@ -672,7 +678,7 @@ def count_gpus(inventory: Inventory | None) -> int | None:
 #
 # `ray.init` starts, and waits for, the server of a dashboard that is off, the autoscaler's monitor,
 # where nothing can be added, and a process that reads all logs for a driver that does not want
-# them. The dashboard's agent has to be there. It is Ray's small one, without servers of its own.
+# them. The dashboard's agent has to be there: `dashboard_agent` takes its place.
 # `benchmarks/bench_start.py` says what that costs. The logs are written all the same.
 
 
@@ -714,18 +720,24 @@ def fork_server_for(profile: Profile) -> dict[str, str]:
 @contextlib.contextmanager
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out; private names, checked on Ray 2.60."""
+    with contextlib.ExitStack() as undo:
+        for place, name, new in _replacements():
+            undo.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, new)
+        yield
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """Return what to put in the place of which names of Ray's: none if this Ray lacks any."""
     try:
         from raypool.ray_private import node, parameter, ray_constants, services, utils
 
-        settings, start = parameter.RayParams, node.Node.start_api_server
-        get_node = services.get_node
-        why_small = utils.get_dashboard_dependency_error
+        settings, get_node = parameter.RayParams, services.get_node
+        begin_own = services._build_python_executable_command_memory_profileable
+        agent = ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
         known = inspect.signature(settings).parameters.keys()
     except (ImportError, AttributeError):
-        known = {}.keys()
-    if not SWITCHES.keys() <= known:  # another Ray: all are started
-        yield
-        return
+        return []
 
     begun: list[Any] = []
 
@@ -753,18 +765,22 @@ def without_helpers() -> Iterator[None]:
                 time.sleep(0.02)
         return get_node(address, node_id)
 
+    def begin_command(component: str, *args: Any, **kwargs: Any) -> list[str]:
+        """Return how the command of this component begins; the words for Ray's own come after."""
+        if component == agent:
+            return [sys.executable, "-I", "-S", dashboard_agent.__file__]
+        return [*begin_own(component, *args, **kwargs)]
+
     switches: dict[str, Any] = dict(SWITCHES)
     if fork_client.SERVER in os.environ:
         switches["setup_worker_path"] = fork_client.__file__
-    parameter.RayParams = functools.partial(settings, **switches)
-    node.Node.start_api_server = leave_out
-    services.get_node = wait_for_node
-    utils.get_dashboard_dependency_error = lambda: ImportError(
-        "nobody asks the agent of the dashboard anything"
-    )
-    try:
-        yield
-    finally:
-        parameter.RayParams, node.Node.start_api_server = settings, start
-        services.get_node = get_node
-        utils.get_dashboard_dependency_error = why_small
+    replacements: list[tuple[Any, str, Any]] = [
+        (parameter, "RayParams", functools.partial(settings, **switches)),
+        (node.Node, "start_api_server", leave_out),
+        (services, "get_node", wait_for_node),
+        (services, "_build_python_executable_command_memory_profileable", begin_command),
+        # else Ray would import here what its own agent needs
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("the agent is not Ray's")),
+    ]
+    is_known = all(hasattr(place, name) for place, name, _ in replacements)
+    return replacements if is_known and SWITCHES.keys() <= known else []

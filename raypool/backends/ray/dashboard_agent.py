@@ -1,0 +1,50 @@
+"""Takes the place of Ray's dashboard agent on a node without a dashboard, where nobody asks it.
+
+Ray's raylet starts this file as a script and takes no workers until it knows the agent's ports.
+Ray's own agent, which would say that it has none, needs most of a second to import what it does
+not use. In that time the fork server imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+
+SERVER = "RAYPOOL_FORK_SERVER"
+"""The variable with the path of the fork server's socket, as in `fork_client`."""
+
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+"""The files in which the raylet looks for the agent's ports."""
+
+NO_PORT = "-1"
+"""What such a file says where a service is not there."""
+
+
+def main(words: list[str]) -> None:
+    """Say that there are no ports, and stay until the raylet has ended."""
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in words)
+    for name in PORTS:
+        path = os.path.join(options["session-dir"], f"{name}_{options['node-id']}")
+        with open(f"{path}.new", "w") as file:
+            file.write(NO_PORT)
+        os.rename(f"{path}.new", path)  # the raylet never reads half of it
+    prepare()
+    sys.stdin.buffer.read()  # a pipe of the raylet's, which ends with it
+
+
+def prepare() -> None:
+    """Let the fork server import Ray for this raylet."""
+    path = os.environ.get(SERVER)
+    if path:
+        body = json.dumps({"variables": dict(os.environ)}).encode()
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
+            server.connect(path)
+            server.sendall(struct.pack("q", len(body)) + body)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
