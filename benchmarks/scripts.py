@@ -49,11 +49,11 @@ def run_script(name, arguments, more=()):
     """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is
     to have.
     """
-    with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
+    # a short name, for Ray's sockets, and a place where Ray finds no cluster of somebody else's
+    with tempfile.TemporaryDirectory(prefix="b-") as folder:
         # none of what we set for Ray
         users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        # Ray's sockets need short names
-        places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": tempfile.gettempdir()}
+        places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": folder}
         environment = {**users, "PYTHONPATH": search_path(), **places, **dict(more)}
         command = [sys.executable, "-W", "ignore", *arguments]
         started, started_at = time.perf_counter(), time.time()

@@ -56,7 +56,8 @@ NAMES = {
         " second.",
     ),
     "utils": PrivateName(
-        "ray._private.utils", "Imports what an agent of the dashboard needs; threads of a worker."
+        "ray._private.utils",
+        "Imports what the dashboard's agent needs; sets the number of threads of a worker.",
     ),
     "Config": PrivateName("ray._raylet", "Reads Ray's settings from the environment again."),
     "AuthenticationTokenLoader": PrivateName("ray._raylet", "Reads the token again."),

@@ -85,9 +85,10 @@ def is_installed(file: str) -> bool:
     """Return whether a file or folder is that of an installed package or the standard library."""
     folder, name = os.path.split(file)
     # a process may have thousands of modules: following the links of each whole path is slow
-    if name in ("", os.curdir, os.pardir) or Path(file).is_symlink():
+    # (`Path.is_symlink` raises errors of folders that cannot be entered)
+    if name in ("", os.curdir, os.pardir) or os.path.islink(file):  # noqa: PTH114
         return _is_library(_real(file))
-    return _is_library(f"{_real(folder)}{os.sep}{name}")
+    return _is_library(os.path.join(_real(folder), name))  # noqa: PTH118
 
 
 @functools.lru_cache(4096)

@@ -145,6 +145,7 @@ def test_what_is_installed_is_where_links_lead(
     assert [is_installed(str(path)) for path in (*installed, *users)] == [True] * 7 + [False] * 4
     assert is_installed(f"{packages}/")
     assert not is_installed("../short/..")
+    assert not is_installed("a" * 300), "too long for a name"
 
 
 def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleType) -> None:

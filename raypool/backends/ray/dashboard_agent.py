@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import sys
+import time
 
 SERVER = "RAYPOOL_FORK_SERVER"
 """The variable with the path of the fork server's socket, as in `fork_client`."""
@@ -25,15 +27,15 @@ NO_PORT = "-1"
 
 
 def main(words: list[str]) -> None:
-    """Say that there are no ports, and stay until the raylet has ended."""
+    """Say that there are no ports, and stay until the raylet has ended, which ends without it."""
     options = dict(word.removeprefix("--").partition("=")[::2] for word in words)
     for name in PORTS:
-        path = os.path.join(options["session-dir"], f"{name}_{options['node-id']}")
+        path = os.path.join(options["session-dir"], f"{name}_{os.environ['RAY_NODE_ID']}")
         with open(f"{path}.new", "w") as file:
             file.write(NO_PORT)
         os.rename(f"{path}.new", path)  # the raylet never reads half of it
     prepare()
-    sys.stdin.buffer.read()  # a pipe of the raylet's, which ends with it
+    await_end(int(os.environ["RAY_RAYLET_PID"]))
 
 
 def prepare() -> None:
@@ -44,6 +46,15 @@ def prepare() -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
             server.connect(path)
             server.sendall(struct.pack("q", len(body)) + body)
+
+
+def await_end(raylet: int) -> None:
+    """Return when the raylet has ended."""
+    try:
+        select.select([os.pidfd_open(raylet)], [], [])
+    except (AttributeError, OSError):  # not on macOS, nor on Linux before 5.3; or it has ended
+        while os.getppid() == raylet:
+            time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def flaw() -> str | None:
     """Return why no fork of this base can be a worker."""
     if any(str(file.resolve()).startswith(OF_GPUS) for file in Path("/proc/self/fd").iterdir()):
         return "a module of preload uses a GPU"
-    # Python's only: a fork lacks these, but libraries such as pyarrow restart their native ones
+    # Python's only: a fork lacks these, but pyarrow, say, works without its native one
     num_threads = threading.active_count() - 1
     if num_threads:
         return f"a module of preload has started threads ({num_threads} run)"
@@ -309,10 +309,12 @@ class ForkServer:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         sys.path.append(self._raypool)
         import_all(OF_WORKERS)
-        from raypool.channel.users_code import is_users
+        # each worker asks this of all modules; forks inherit the answers
+        with contextlib.suppress(Exception):
+            from raypool.channel.users_code import is_users
 
-        for name in sys.modules.copy():
-            is_users(name)  # each worker asks this of all modules; forks inherit the answers
+            for name in sys.modules.copy():
+                is_users(name)
         sys.path.remove(self._raypool)
         self._has_ray = True
         self._watch.unregister(self._owner)

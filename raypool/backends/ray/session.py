@@ -56,15 +56,16 @@ SHUTDOWN_S = 20.0
 """How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
 SETTINGS = {
-    # how long who has called a worker that died waits to hear why: Ray waits 1 s and then speaks of
-    # a machine that does not answer; a busy one may need longer
+    # How long who has called a worker that died waits to hear why. Ray waits 1 s, and then speaks
+    # of a machine that does not answer; a busy one may need longer.
     "timeout_ms_task_wait_for_death_info": 30_000,
-    # how long the raylet waits before it tries again to connect to its own object store, whose
-    # thread it has just started: 1 s, ten times, which delayed every other start of Ray
+    # How long a process waits before it tries again to connect to the raylet or to its object
+    # store. The raylet itself connects to its store, whose thread it has just started: half of all
+    # starts took a second longer, since Ray waits 1 s, ten times.
     "raylet_client_connect_timeout_milliseconds": 20,
     "raylet_client_num_connect_attempts": 500,
 }
-"""Settings of a Ray of our own [ms]."""
+"""Ray's settings for a Ray of our own."""
 
 OTHER_ORDER = (
     "Workers take CUDA_VISIBLE_DEVICES=%s as numbers of nvidia-smi, but in this process CUDA counts"
@@ -730,6 +731,8 @@ def without_helpers() -> Iterator[None]:
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Return what to put in the place of which names of Ray's: none if this Ray lacks any."""
     try:
+        import ray
+
         from raypool.ray_private import node, parameter, ray_constants, services, utils
 
         settings, get_node = parameter.RayParams, services.get_node
@@ -766,9 +769,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return get_node(address, node_id)
 
     def begin_command(component: str, *args: Any, **kwargs: Any) -> list[str]:
-        """Return how the command of this component begins; the words for Ray's own come after."""
-        if component == agent:
-            return [sys.executable, "-I", "-S", dashboard_agent.__file__]
+        """Return the beginning of a component's command; Ray adds its own script and options."""
+        if component == agent and ray.__version__.startswith(fork_server.RAY):
+            return [sys.executable, "-S", dashboard_agent.__file__]
         return [*begin_own(component, *args, **kwargs)]
 
     switches: dict[str, Any] = dict(SWITCHES)
