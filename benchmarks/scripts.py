@@ -49,7 +49,7 @@ def run_script(name, arguments, more=()):
     """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is
     to have.
     """
-    # a short name, for Ray's sockets, and a place where Ray finds no cluster of somebody else's
+    # the name is short, for Ray's sockets; Ray finds no other cluster in this folder
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         # none of what we set for Ray
         users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}

@@ -89,8 +89,8 @@ def test_it_names_what_travels_and_validates(home: Path) -> None:
 
 CAN_UNSHARE = subprocess.run(["unshare", "-Urn", "true"], capture_output=True).returncode == 0
 
-# A network, processes and /tmp/ray of its own: its Ray is nobody else's, and ends with it. What it
-# writes to /tmp/ray would lead later programs of this machine to a cluster that is gone.
+# Network, processes and /tmp/ray are its own, and end with it. A file that Ray leaves in /tmp/ray
+# would make later programs on this machine look for a cluster that is gone.
 MACHINE = ["unshare", "-Urn", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c"]
 MACHINE += ['mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && exec "$@"', "machine"]
 POOL = (

@@ -56,8 +56,8 @@ SHUTDOWN_S = 20.0
 """How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
 SETTINGS = {
-    # How long who has called a worker that died waits to hear why. Ray waits 1 s, and then speaks
-    # of a machine that does not answer; a busy one may need longer.
+    # How long the caller of a worker that died waits to hear why. Ray waits 1 s, and then speaks of
+    # a machine that does not answer; a busy one may need longer.
     "timeout_ms_task_wait_for_death_info": 30_000,
     # How long a process waits before it tries again to connect to the raylet or to its object
     # store. The raylet itself connects to its store, whose thread it has just started: half of all
@@ -729,7 +729,7 @@ def without_helpers() -> Iterator[None]:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """Return what to put in the place of which names of Ray's: none if this Ray lacks any."""
+    """Return Ray's names to replace (where, which, by what); none if this Ray lacks any of them."""
     try:
         import ray
 
