@@ -155,17 +155,23 @@ def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
 def is_importable(value: Any) -> bool:
     """Whether other processes find a value by name, as cloudpickle judges of functions."""
     name = value.__module__
-    if name == "__main__":
+    if goes_by_value(name):
         return False
-    # modules whose contents the user wants to travel by value
-    for cloudpickle in filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle"))):
-        registered = cloudpickle.list_registry_pickle_by_value()
-        if any(f"{name}.".startswith(f"{by_value}.") for by_value in registered):
-            return False
     found: Any = sys.modules.get(name)
     for part in getattr(value, "__qualname__", value.__name__).split("."):
         found = getattr(found, part, None)
     return found is value
+
+
+def goes_by_value(module: str) -> bool:
+    """Whether functions of a module travel by value: it is the script, or the user wants it."""
+    if module == "__main__":
+        return True
+    for cloudpickle in filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle"))):
+        for name in cloudpickle.list_registry_pickle_by_value():
+            if f"{module}.".startswith(f"{name}."):
+                return True
+    return False
 
 
 # --- global variables that a setup has set --------------------------------------------------------

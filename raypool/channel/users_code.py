@@ -194,9 +194,10 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
 
 def _newest_import() -> tuple[int, str]:
     """Return values that every import changes: the number of modules, and the last one."""
-    last = ""
-    with contextlib.suppress(RuntimeError):  # another thread imports: the next look finds a change
+    try:
         last = next(reversed(sys.modules))
+    except RuntimeError:  # another thread imports: the next look finds a change
+        last = ""
     return len(sys.modules), last
 
 

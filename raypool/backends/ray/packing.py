@@ -369,8 +369,9 @@ def _pickled_by_name(value: Any) -> bytes | None:
 
     As cloudpickle's, in a tenth of its time: most of the cost of a future.
     """
+    # pickle itself looks whether a name is the function's, but would import a module for that
     if isinstance(value, FunctionType) and (
-        value.__module__ is None or not by_value.is_importable(value)
+        value.__module__ not in sys.modules or by_value.goes_by_value(value.__module__)
     ):
         return None
     if isinstance(value, FunctionType) or (
