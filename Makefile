@@ -11,7 +11,7 @@ CI_PROCESSES ?= 3
 
 .PHONY: demo test test-ci test-all test-gpu chaos check bench bench-full bench-gpu format clean
 
-demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
+demo: $(INSTALLED)  ## install, then train thirteen models at once on real data
 	$(BIN)/raypool demo
 
 test: $(INSTALLED)  ## install, then run the quick tests, in PROCESSES=2 processes; plain pytest runs them in its own, for a debugger

@@ -1,4 +1,4 @@
-"""`raypool demo`: a dozen networks at once, trained on real images of handwritten digits.
+"""`raypool demo`: thirteen networks at once, trained on real images of handwritten digits.
 
 `train` is the part that a user would write. The rest runs it on thirteen configurations, and shows
 the results.

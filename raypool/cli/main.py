@@ -83,7 +83,7 @@ main.add_command(export)
     help="Folder for results.csv and learning_curves.png.",
 )
 def demo(workers: int | None, profile: str, out: Path) -> None:
-    """Train a dozen models at once on real images of digits."""
+    """Train thirteen models at once on real images of digits."""
     from raypool.cli.demo import run
 
     with errors_said():
