@@ -18,18 +18,17 @@ from benchmarks.suite import MATRICES, SUITE
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
 DIGITS = 3
-UNKNOWN = "Nobody has found out why yet."
+UNKNOWN = "Not explained yet."
 
 HEAD = """# How fast
 
-`make bench` measures in ten minutes on two cores, `make bench-full` all that there is; both write this page, from the records
-in `benchmarks/results`, which have every round's own number. One benchmark by its name: `.venv/bin/python -m benchmarks futures`.
+`make bench` measures in ten minutes on two cores, `make bench-full` measures everything. Both write this page from the records
+in `benchmarks/results`, which have the numbers of every round. One benchmark by its name: `.venv/bin/python -m benchmarks futures`.
 
-Whatever stands in a row was measured in turns, in one run. Numbers are medians (smallest to largest) of five rounds or more;
-where there were fewer, it is said how many. A ratio is taken within each turn, and only ratios mean something on another
-machine: `2 x` says that raypool takes twice as much as what it is held against, `2 x faster` that it takes half; in the tables
-with a row for each system a number says how many times as long as raypool that system takes, so raypool loses where it is
-below 1.
+All systems in a row took turns in one run. Numbers are the median (smallest to largest) of at least five rounds, unless the row
+gives their number. Ratios are computed within each round; only ratios carry over to other machines. `2 x`: raypool takes twice
+as long, or as much. `2 x as fast`: it takes half as long. In tables with a row for each system, the number is that system's time
+divided by raypool's, so raypool loses where it is below 1.
 """
 
 
@@ -232,7 +231,7 @@ def cells(line):
         (
             ""
             if line.others is None
-            else _spread(line.ratios(), "x faster" if line.is_speedup else "x")
+            else _spread(line.ratios(), "x as fast" if line.is_speedup else "x")
         ),
         target,
         verdict,

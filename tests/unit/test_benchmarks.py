@@ -111,7 +111,7 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
         "- **It waits.** Cancelling, cancel: a loop, against 20 ms: 1.5 x (1-2), target missed."
         in page
     )
-    assert "- **Nobody has found out why yet.** Peers, at once: 1 ms, against loky: 2 x." in page
+    assert "- **Not explained yet.** Peers, at once: 1 ms, against loky: 2 x." in page
     assert "took 12 s" in page
     assert "A real sweep (`sweep`)" in page[page.index("## Not measured") :]
     assert (
@@ -119,7 +119,7 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
         in page
     )
     assert (
-        "| cancel: a sleep (1 round) | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x |"
+        "| cancel: a sleep (1 round) | 10 us | ray.kill | 100 us | 10 x as fast | at least 5 x |"
         " met |" in page
     )
     assert page.index("## Peers") < page.index("## Cancelling")
@@ -208,18 +208,6 @@ def test_what_the_rounds_cannot_tell_is_said(
     losses, line = benchmark_of("losses"), benchmark_of("measuring").Line
     lost = line("a", "b", "c", "us", [100.0] * len(others), others, target, is_speedup=True)
     assert losses.losses("none", [lost]) == [(lost, getattr(losses, expected, ""))]
-
-
-def test_the_short_ones_take_ten_minutes(benchmark_of: Any) -> None:
-    duration_s = benchmark_of("records").duration_s
-    assert sum(duration_s(name) or 0 for name in benchmark_of("suite").SHORT) <= 600
-
-
-def test_all_take_an_hour_and_no_part_has_more_than_its_share(benchmark_of: Any) -> None:
-    duration_s = benchmark_of("records").duration_s
-    assert sum(duration_s(name) or 0 for name in benchmark_of("suite").SUITE) <= 3600
-    assert (duration_s("sweep") or 0) <= 400  # what it is given, and what begins within
-    assert (duration_s("scheduler") or 0) <= 300
 
 
 def test_one_that_fails_does_not_end_the_others(
