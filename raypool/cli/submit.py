@@ -176,7 +176,12 @@ def _with_settings(command: Any) -> Any:
     is_flag=True,
     help="Check everything and write the cluster file, but create nothing.",
 )
-@click.option("--keep", "is_kept", is_flag=True, help="Keep the cluster after the job has ended.")
+@click.option(
+    "--keep",
+    "is_kept",
+    is_flag=True,
+    help="Keep the cluster after the job has ended, until `raypool cluster down`.",
+)
 @click.option("--profile", help="Run on the cluster of this profile instead of creating one.")
 @click.option(
     "--slurm", "is_slurm", is_flag=True, help="Run as a job of Slurm, with the cluster's defaults."
@@ -320,6 +325,7 @@ def _target(
         zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
         packages=given["packages"],
+        is_kept=given["is_kept"],
     )
     file = given["out"] or Path(f"{cluster}.yaml")
     command = shlex.join(["raypool", "submit", *context.meta[WORDS]])

@@ -145,9 +145,19 @@ class Training:
         return head.gpus + sum(group.gpus * group.most for group in workers)
 
     def plan(
-        self, *, name: str, project: str | None, zone: str, spot: bool, packages: tuple[str, ...]
+        self,
+        *,
+        name: str,
+        project: str | None,
+        zone: str,
+        spot: bool,
+        packages: tuple[str, ...],
+        is_kept: bool,
     ) -> ClusterPlan:
-        """Return the plan of the cluster of the job; the master is never a spot machine."""
+        """Return the plan of the cluster of the job; the master is never a spot machine.
+
+        With `is_kept` it does not delete itself when it is unused.
+        """
         head, *workers = self.groups
         return ClusterPlan(
             name=name,
@@ -158,6 +168,7 @@ class Training:
             zone=zone,
             packages=default_packages("gcp", packages, is_image=self.image is not None),
             image=self.image,
+            idle_shutdown_minutes=0 if is_kept else ClusterPlan.idle_shutdown_minutes,
         )
 
 

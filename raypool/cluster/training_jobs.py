@@ -17,6 +17,7 @@ from raypool.cluster.gcp import NAME_LIMIT
 from raypool.cluster.job_files import Training
 from raypool.cluster.jobs import Jobs
 from raypool.cluster.launcher_file import ROLE
+from raypool.cluster.plan import ClusterPlan
 from raypool.cluster.slurm_jobs import SlurmJobs
 from raypool.errors import CloudError
 from raypool.profiles import Profile
@@ -213,7 +214,8 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     A lost connection is made again. The cluster is left alone if the job may still run, so that
     its work is not lost: after Ctrl-C, and when the connection is lost for good.
 
-    With `is_kept` the cluster stays in any case.
+    With `is_kept` the cluster stays in any case. Else one that is left alone deletes itself when
+    nothing uses it any more.
 
     Raises:
         CloudError: The cluster does not come up, refuses the job, does not answer any more, or does
@@ -234,8 +236,11 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
                 f" stop {job_id}` stops it."
             )
         if is_kept or is_running:
+            idle = ClusterPlan.idle_shutdown_minutes
+            unused = "" if is_kept else f", or until it has been unused for {idle:g} minutes"
             submission.say(
-                f"The cluster keeps running, and costs money, until `raypool cluster down {file}`."
+                f"The cluster keeps running, and costs money, until `raypool cluster down {file}`"
+                f"{unused}."
             )
         else:
             try:

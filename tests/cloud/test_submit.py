@@ -193,6 +193,15 @@ def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder:
     )
 
 
+@pytest.mark.parametrize("words", [(), ("--keep",)])
+def test_only_a_cluster_that_is_kept_does_not_delete_itself(
+    folder: Path, words: tuple[str, ...]
+) -> None:
+    submit(*FILE, *HERE, *words, "--dry-run", *OUT, "train.py")
+    is_watched = "raypool.cluster.idle" in Path("train-cluster.yaml").read_text()
+    assert is_watched == (not words)
+
+
 def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
     submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", *OUT, "train.py")
     lines = Path("train-cluster.lock.txt").read_text().splitlines()
@@ -632,7 +641,7 @@ def stop_at(stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -
 
 
 FILE_OF_CLUSTER = Path("a-cluster.yaml")
-LEFT = "The cluster keeps running, and costs money, until `raypool cluster down a-cluster.yaml`."
+LEFT = "The cluster keeps running, and costs money, until `raypool cluster down a-cluster.yaml`"
 
 
 @pytest.mark.parametrize("stage", ["jobs", "hand_in"])
@@ -671,7 +680,10 @@ def test_a_cluster_stays_whose_job_may_still_be_running(
     with pytest.raises(type(error)):
         run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
     first, how, last = log
-    assert (first, last) == ("up a-cluster.yaml", LEFT)
+    assert (first, last) == (
+        "up a-cluster.yaml",
+        f"{LEFT}, or until it has been unused for 60 minutes.",
+    )
     assert "`raypool job logs --follow job_1` shows its output" in how
 
 
@@ -746,4 +758,4 @@ def test_a_cluster_stays_that_is_to_be_kept(
     log.stand_in(monkeypatch, Profile())
     stop_at("nowhere", CloudError("no"), monkeypatch)
     assert run_on_own(FILE_OF_CLUSTER, submission, is_kept=True) == 0
-    assert log == ["up a-cluster.yaml", LEFT]
+    assert log == ["up a-cluster.yaml", f"{LEFT}."]
