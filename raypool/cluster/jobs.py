@@ -611,7 +611,8 @@ class Jobs(JobQueue):
                 # aiohttp's own, a RuntimeError of Ray's client or a CloudError
                 if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
                     raise CloudError(
-                        f"The log of job {job_id} can no longer be followed: {_last_line(error)}"
+                        f"The log of job {job_id} can no longer be followed: {_last_line(error)}",
+                        status=getattr(error, "status", None),
                     ) from None
             time.sleep(LOOK_S)
 

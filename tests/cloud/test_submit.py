@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -707,6 +708,26 @@ def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
     assert asked_from == [0, 5, 10]
     assert log.count("step\n") == 3
     assert log[-1] == "down a-cluster.yaml"
+
+
+def test_an_answer_of_the_cluster_is_no_lost_connection(
+    submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stand_in(monkeypatch, Profile())
+
+    def fail(*_: object) -> None:
+        raise CloudError("Internal Server Error", status=500)
+
+    def say(text: str) -> None:
+        assert "reconnecting" not in text
+
+    jobs = Jobs.__new__(Jobs)  # it would ask for a dashboard
+    jobs.dashboard = SimpleNamespace(tail=fail)
+    monkeypatch.setattr(Jobs, "look", lambda *_: None)
+    monkeypatch.setattr(Submission, "jobs", lambda *_: jobs)
+    monkeypatch.setattr(Submission, "hand_in", lambda *_: "job_1")
+    with pytest.raises(CloudError, match="can no longer be followed: Internal Server Error"):
+        run_on_own(FILE_OF_CLUSTER, replace(submission, say=say), is_kept=False)
 
 
 def test_a_hint_that_fails_hides_no_exit_status(
