@@ -77,9 +77,9 @@ def shut_down(config: Path) -> None:
     content = yaml.safe_load(config.read_text(encoding="utf-8"))
     # else its autoscaler makes machines again
     subprocess.run(["ray", "stop"], check=False)
-    provider = _get_node_provider(content["provider"], content["cluster_name"])
     while True:
         try:
+            provider = _get_node_provider(content["provider"], content["cluster_name"])
             [*heads] = provider.non_terminated_nodes({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
             workers = [node for node in provider.non_terminated_nodes({}) if node not in heads]
             logger.warning("Deleting %d workers and the head.", len(workers))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.autoscaler._private import providers as providers_of_ray
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from raypool.cluster import gcp, idle
@@ -87,6 +88,13 @@ def test_all_machines_are_deleted_and_the_head_last(
     failures = [OSError("the network is down for a moment")]
     left: list[set[str]] = []
     answer = gce.request
+    make = providers_of_ray._get_node_provider
+    not_made = [OSError("the metadata server does not answer yet")]
+
+    def make_provider(*args: Any) -> Any:
+        if not_made:
+            raise not_made.pop()
+        return make(*args)
 
     def request(uri: str, method: str = "GET", *args: Any, **kwargs: Any) -> Any:
         if method == "DELETE":
@@ -97,7 +105,9 @@ def test_all_machines_are_deleted_and_the_head_last(
         return answer(uri, method, *args, **kwargs)
 
     monkeypatch.setattr(gce, "request", request)
+    monkeypatch.setattr(providers_of_ray, "_get_node_provider", make_provider)
     idle.shut_down(config)
+    assert not not_made
     assert not gce.instances
     assert left[-1] == {head}
     assert len(left) == 3
