@@ -209,6 +209,11 @@ def init(
         raise click.UsageError(
             f"{out} already exists. Overwrite it with --force, or choose another file with --out."
         )
+    sizes = [option.opts[0] for option in given if option.name in ("gpus", "most")]
+    if sizes and wishes["profile"] is not None:
+        raise click.UsageError(
+            f"{', '.join(sizes)} cannot be used with --profile, which has the whole allocation."
+        )
     command = _command(context, given)
     with errors_said(before_work=True):
         if is_slurm:

@@ -147,6 +147,10 @@ IMPOSSIBLE = [
         "The minimum number of workers (5) is more than the maximum (4)",
     ),
     ("--provider sky --min 1", "--min cannot be used with --provider sky"),
+    (
+        "--provider slurm --profile hpc --gpus 4 --max 8",
+        "--gpus, --max cannot be used with --profile",
+    ),
     ("--provider gcp --job x", "--job cannot be used with --provider gcp"),
     ("--provider gcp --host a", "--host cannot be used with --provider gcp"),
     (
