@@ -238,8 +238,8 @@ def resumable(run_dir: str, total: int, is_part: bool = False) -> Iterator[None]
             )
         elif is_preempted:
             raise
-        else:
-            echo("Interrupted before any item ran.", err=True)
+        else:  # while the pool opened, or closed after the last item
+            echo(f"Interrupted. The results of any finished items are in {run_dir}.", err=True)
         raise SystemExit(PREEMPTED if is_preempted else INTERRUPTED) from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from raypool import Results, load_results
+from raypool import ParallelPool, Results, load_results
 from raypool.cli.main import main
 from raypool.journal.lock import is_in_use
 from raypool.testing import FaultPlan, sim_pool
@@ -228,6 +228,22 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     )
     assert load_results("run")[0] == 8
     assert not is_in_use(folder / "run")
+
+
+def test_ctrl_c_after_the_last_item_denies_no_results(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = ParallelPool.__exit__
+
+    def interrupted(pool: ParallelPool, *error: Any) -> None:
+        close(pool, *error)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ParallelPool, "__exit__", interrupted)
+    done = sweep("train", "good.csv")
+    said = "Interrupted. The results of any finished items are in run."
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (130, said)
+    assert load_results("run").to_frame()["status"].tolist() == ["finished"] * 2
 
 
 def test_where_all_machines_go_the_same_command_resumes_elsewhere(
