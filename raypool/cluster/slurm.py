@@ -389,7 +389,7 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
     """Wait until a job runs Ray; print its state whenever that changes."""
     told: JobState | None = None
     pause_s, deadline = LOOK_S, math.inf
-    while not _is_there(connection):
+    while not is_there(connection):
         state = look(number, PATIENCE_S)
         if state != told and not is_quiet:
             sys.stderr.write(f"raypool: Slurm job {number} is {state}\n")
@@ -400,7 +400,7 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
         elif state.state == "RUNNING":
             deadline = min(deadline, time.monotonic() + 2 * JOIN_S)
             pause_s = LOOK_S
-        elif not _is_there(connection):
+        elif not is_there(connection):
             raise StartupError(f"Slurm job {number} ended before Ray started: {_last(output)}")
         if time.monotonic() > deadline:
             raise StartupError(
@@ -411,7 +411,7 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
         pause_s = min(2 * pause_s, MOST_LOOK_S)
 
 
-def _is_there(file: Path) -> bool:
+def is_there(file: Path) -> bool:
     """Whether a file is there; on a network, a folder that is read anew tells sooner."""
     return any(entry.name == file.name for entry in file.parent.iterdir())
 
@@ -450,7 +450,7 @@ def _inside(profile: Profile) -> Allocation:
         child.wait()
 
     try:
-        while not _is_there(connection):
+        while not is_there(connection):
             if child.poll() is not None:
                 raise StartupError(
                     f"Ray did not start on the nodes of Slurm job {number}:"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +26,10 @@ from raypool.cluster.slurm import (
     MOST_LOOK_S,
     OUTPUT,
     PATIENCE_S,
+    JobState,
     cancel,
     folder_of_jobs,
+    is_there,
     job_file,
     look,
     named,
@@ -126,32 +130,7 @@ class SlurmJobs(JobQueue):
 
     def _look(self, job_id: str, patience_s: float) -> JobInfo:
         folder, info = self._find(job_id)
-        number = info["number"]
-        try:
-            status = json.loads((folder / STATUS).read_text())
-        except FileNotFoundError:
-            status = {}
-        at = look(number, patience_s)
-        state = STATES.get(at.state, "failed")
-        if at.state == GONE or (status and state == "running"):
-            state = "finished" if status.get("exit_code") == 0 else "failed"
-            state = "cancelled" if status.get("is_cancelled") else state
-        return JobInfo(
-            id=folder.name,
-            name=info["name"],
-            state=state,
-            command=info["command"],
-            message=f"Slurm job {number}: {at}.",
-            exit_code=status.get("exit_code") if state in ENDED else None,
-            submitted_at=datetime.fromtimestamp(info["submitted_at"], UTC),
-            finished_at=(
-                datetime.fromtimestamp(status["ended_at"], UTC)
-                if status and state in ENDED
-                else None
-            ),
-            node=None,
-            metadata=info["metadata"],
-        )
+        return _job_info(folder, info, look(info["number"], patience_s))
 
     def all(self) -> list[JobInfo]:
         """Return the states of all jobs, the newest last."""
@@ -163,9 +142,7 @@ class SlurmJobs(JobQueue):
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
         """Wait for a job's end, at most this long; return its state then."""
-        for _ in self._looks(job_id, timeout_s):
-            pass
-        return self.look(job_id)
+        return deque(self._looks(job_id, timeout_s), maxlen=1).pop()
 
     def log(self, job_id: str) -> str:
         """Return a job's output so far."""
@@ -184,7 +161,6 @@ class SlurmJobs(JobQueue):
             if len(text) > seen:
                 yield text[seen:]
                 seen = len(text)
-        yield self.log(job_id)[seen:]
 
     def stop(self, job_id: str) -> JobInfo:
         """Cancel a job, queued or running; return its state then.
@@ -195,26 +171,27 @@ class SlurmJobs(JobQueue):
         folder, info = self._find(job_id)
         cancel(info["number"])
         stopped = self._wait_stopped(job_id, STOP_TIMEOUT_S)
-        if stopped.state == "cancelled" and not (folder / STATUS).exists():
+        if stopped.state == "cancelled" and not is_there(folder / STATUS):
             # it never began, and Slurm forgets it in a few minutes
             status = {"exit_code": None, "is_cancelled": True, "ended_at": time.time()}
             write_file(folder / STATUS, json.dumps(status).encode())
         return stopped
 
-    def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[None]:
-        """Yield at every look at a job until it has ended."""
+    def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[JobInfo]:
+        """Yield the last known state of a job, until it has ended or the time is over."""
         folder, _ = self._find(job_id)
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
         pause_s, ask_at = LOOK_S, 0.0
-        while time.monotonic() < deadline:
-            yield
+        while True:
+            now = time.monotonic()
             # a job that has ended says so in its folder; one that was killed does not
-            if (folder / STATUS).exists() or time.monotonic() > ask_at:
-                left_s = max(0.0, deadline - time.monotonic())
-                if self._look(job_id, min(PATIENCE_S, left_s)).has_ended:
-                    return
+            if now >= ask_at or is_there(folder / STATUS):
+                info = self._look(job_id, min(PATIENCE_S, max(0.0, deadline - now)))
                 pause_s = min(2 * pause_s, MOST_LOOK_S)
-                ask_at = time.monotonic() + pause_s
+                ask_at = min(time.monotonic() + pause_s, deadline)
+            yield info
+            if info.has_ended or now >= deadline:
+                return
             time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
 
     def _find(self, job_id: str) -> tuple[Path, dict[str, Any]]:
@@ -229,3 +206,31 @@ class SlurmJobs(JobQueue):
         raise CloudError(
             f"There is no job {job_id!r} in {root}. `raypool job status` lists the jobs there."
         )
+
+
+def _job_info(folder: Path, info: Mapping[str, Any], at: JobState) -> JobInfo:
+    """Return the state of a job, from the notes in its folder and from what Slurm has just said."""
+    status: dict[str, Any] = {}
+    if is_there(folder / STATUS):  # only now: a job writes it before it ends
+        with suppress(FileNotFoundError):  # a job that begins again removes it
+            status = json.loads((folder / STATUS).read_text())
+    state = STATES.get(at.state, "failed")
+    # the job's own word counts, so that its state is the same when Slurm has forgotten it
+    if at.state == GONE or (status and state != "queued"):
+        state = "finished" if status.get("exit_code") == 0 else "failed"
+        state = "cancelled" if status.get("is_cancelled") else state
+    has_ended = state in ENDED
+    return JobInfo(
+        id=folder.name,
+        name=info["name"],
+        state=state,
+        command=info["command"],
+        message=f"Slurm job {info['number']}: {at}.",
+        exit_code=status.get("exit_code") if has_ended else None,
+        submitted_at=datetime.fromtimestamp(info["submitted_at"], UTC),
+        finished_at=(
+            datetime.fromtimestamp(status["ended_at"], UTC) if status and has_ended else None
+        ),
+        node=None,
+        metadata=info["metadata"],
+    )

@@ -26,6 +26,8 @@ case "$*" in *--parsable*) echo "7;$CLUSTER" ;; esac
 
 TIMES_OUT = "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1"
 
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -54,6 +56,11 @@ def calls(name: str) -> list[str]:
 
 def profile(**fields: object) -> Profile:
     return Profile(slurm=Slurm(folder="jobs"), quiet=True, **fields)  # type: ignore[arg-type]
+
+
+def status(code: int, *, is_cancelled: bool = False) -> str:
+    """Return what a job that has ended leaves in its folder."""
+    return json.dumps({"exit_code": code, "is_cancelled": is_cancelled, "ended_at": 0.0})
 
 
 def connects_at(call: int, *, otherwise: str) -> str:
@@ -150,7 +157,7 @@ def test_a_job_that_was_cancelled_in_the_queue_is_known_later() -> None:
     command("squeue", "[ -e scancel.log ] && echo 'CANCELLED|None|N/A' || echo 'PENDING|None|N/A'")
     command("scancel", "")
     assert jobs.stop(job_id).state == "cancelled"
-    command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    command("squeue", FORGOTTEN)
     assert jobs.look(job_id).state == "cancelled"
 
 
@@ -189,3 +196,31 @@ def test_folders_beside_and_below_an_environment_are_the_users(
     assert allocation_for(profile(), (1, 1)) is not None
     [file] = folder.glob("jobs/pool_*/job.sbatch")
     assert f"export PYTHONPATH={beside}:{below}\n" in file.read_text()
+
+
+# --- what a job's folder says, and what Slurm says ------------------------------------------------
+
+
+def test_a_job_that_ends_while_slurm_is_asked_has_its_exit_code() -> None:
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    command("squeue", f"echo '{status(3)}' >jobs/{job_id}/{STATUS}; echo 'FAILED|None|N/A'")
+    info = jobs.look(job_id)
+    assert (info.state, info.exit_code) == ("failed", 3)
+    assert jobs.wait(job_id) == info
+    assert len(calls("squeue")) == 2
+
+
+@pytest.mark.parametrize(
+    ("by_slurm", "is_cancelled", "state"),
+    [("PREEMPTED", True, "cancelled"), ("CANCELLED", False, "failed")],
+)
+def test_the_state_of_a_job_stays_the_same_when_slurm_forgets_it(
+    by_slurm: str, is_cancelled: bool, state: str
+) -> None:
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    Path("jobs", job_id, STATUS).write_text(status(1, is_cancelled=is_cancelled))
+    for answer in (f"echo '{by_slurm}|None|N/A'", FORGOTTEN):
+        command("squeue", answer)
+        assert jobs.look(job_id).state == state
