@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -252,6 +252,18 @@ def look(job: str, patience_s: float = 0.0) -> JobState:
     return JobState(*lines[0].split("|")) if lines else JobState(GONE)
 
 
+def look_at_all(jobs: Iterable[str]) -> dict[str, JobState]:
+    """Return the states of those of this user's jobs that Slurm knows; ask each cluster once."""
+    states = {}
+    for cluster in {job.partition(";")[2] for job in jobs}:
+        where = [f"--clusters={cluster}"] if cluster else []
+        shown = ask("squeue", "--noheader", "--me", "--states=all", "--format=%i|%T|%r|%S", *where)
+        for line in _without_header(shown):
+            number, *state = line.split("|")
+            states[f"{number};{cluster}" if cluster else number] = JobState(*state)
+    return states
+
+
 def num_left(job: str) -> int:
     """Return how many tasks of a job array have not ended."""
     return len(_in_queue(job, "--array"))
@@ -280,6 +292,11 @@ def _in_queue(job: str, *options: str, patience_s: float = 0.0) -> list[str]:
         )
     except JobGoneError:
         return []
+    return _without_header(shown)
+
+
+def _without_header(shown: str) -> list[str]:
+    """Return the lines of squeue about jobs, without the name of another cluster."""
     return [line for line in shown.strip().splitlines() if not line.startswith("CLUSTER:")]
 
 

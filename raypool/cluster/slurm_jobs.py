@@ -32,6 +32,7 @@ from raypool.cluster.slurm import (
     is_there,
     job_file,
     look,
+    look_at_all,
     named,
     new_folder,
     size_of,
@@ -134,9 +135,14 @@ class SlurmJobs(JobQueue):
 
     def all(self) -> list[JobInfo]:
         """Return the states of all jobs, the newest last."""
-        folders = [path.parent for path in folder_of_jobs(self._slurm).glob(f"*/{INFO}")]
+        files = folder_of_jobs(self._slurm).glob(f"*/{INFO}")
+        known = [(file.parent, json.loads(file.read_text())) for file in files]
+        states = look_at_all(info["number"] for _, info in known)
         return sorted(
-            (self.look(folder.name) for folder in folders),
+            (
+                _job_info(folder, info, states.get(info["number"], JobState(GONE)))
+                for folder, info in known
+            ),
             key=lambda info: info.submitted_at or datetime.min.replace(tzinfo=UTC),
         )
 

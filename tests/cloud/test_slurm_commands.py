@@ -224,3 +224,18 @@ def test_the_state_of_a_job_stays_the_same_when_slurm_forgets_it(
     for answer in (f"echo '{by_slurm}|None|N/A'", FORGOTTEN):
         command("squeue", answer)
         assert jobs.look(job_id).state == state
+
+
+def test_all_jobs_of_a_cluster_are_asked_for_at_once() -> None:
+    """Also those that Slurm has forgotten."""
+    jobs = SlurmJobs(profile())
+    for number in ("2", "2;other", "1"):
+        command("sbatch", f"echo '{number}'")
+        jobs.submit(["python", "train.py"])
+    other = "echo 'CLUSTER: other'; echo '2|PENDING|Priority|N/A'"
+    command(
+        "squeue",
+        f"case $* in *--clusters=other*) {other} ;; *) echo '2|RUNNING|None|N/A' ;; esac",
+    )
+    assert [info.state for info in jobs.all()] == ["running", "queued", "failed"]
+    assert len(calls("squeue")) == 2
