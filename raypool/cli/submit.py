@@ -225,6 +225,8 @@ def submit(context: click.Context, /, **given: Any) -> None:
 
 def _slurm_profile(given: dict[str, Any]) -> Profile | None:
     """Return the profile if the job is for Slurm."""
+    from dataclasses import replace
+
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile, Slurm
 
@@ -233,7 +235,7 @@ def _slurm_profile(given: dict[str, Any]) -> Profile | None:
     else:
         profile = Profile(slurm=Slurm() if given["is_slurm"] else None)
     if profile.slurm is not None:
-        return profile
+        return replace(profile, packages=(*profile.packages, *given["packages"]))
     if given["is_slurm"] or given["is_requeued"]:
         raise CloudError(
             '--slurm and --requeue are for Slurm. Pass a profile with kind = "slurm", or none.'

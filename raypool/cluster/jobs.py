@@ -439,7 +439,8 @@ class JobQueue(ABC):
             call: The function to run, see `PackedCall`.
 
         Raises:
-            InvalidValueError: The command is empty; or `cpus` or `gpus` is set on Slurm.
+            InvalidValueError: The command is empty; or `cpus`, `gpus` or the profile's `packages`
+                are set on Slurm.
             CloudError: No node could ever run it, or the cluster refuses it.
         """
         if not command:

@@ -95,6 +95,11 @@ class SlurmJobs(JobQueue):
                 "cpus and gpus reserve parts of a Ray cluster for a command. A Slurm job uses its"
                 " whole allocation: set gpus_per_node and cpus_per_gpu in the profile."
             )
+        if self._profile.packages:
+            raise InvalidValueError(
+                "packages are for jobs on a Ray cluster. A Slurm job has the environment of this"
+                f" raypool: install {', '.join(self._profile.packages)} there instead."
+            )
         folder = new_folder(self._slurm, request.job_id)
         env, call = dict(request.env), request.call
         if call is not None:

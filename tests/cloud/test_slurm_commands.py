@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raypool import CloudError, Profile, Slurm
+from raypool import CloudError, InvalidValueError, Profile, Slurm, batch
 from raypool.cli.main import main
 from raypool.cluster import slurm, slurm_job
 from raypool.cluster.slurm import allocation_for
@@ -239,3 +239,19 @@ def test_all_jobs_of_a_cluster_are_asked_for_at_once() -> None:
     )
     assert [info.state for info in jobs.all()] == ["running", "queued", "failed"]
     assert len(calls("squeue")) == 2
+
+
+# --- what is refused, and what is left ------------------------------------------------------------
+
+
+def test_packages_are_refused_for_a_job() -> None:
+    """Nothing would install them."""
+    Path("raypool.toml").write_text('[profiles.hpc]\nkind = "slurm"\nfolder = "jobs"\n')
+    Path("train.py").touch()
+    with pytest.raises(InvalidValueError, match="install timm there"):
+        batch(abs, -1, profile=profile(packages=["timm"]))
+    options = ["--profile", "hpc", "--package", "timm"]
+    for words in (["submit", *options, "train.py"], ["job", "submit", *options, "--", "true"]):
+        done = CliRunner().invoke(main, words)
+        assert (done.exit_code, "install timm there" in done.output) == (2, True), done.output
+    assert calls("sbatch") == []
