@@ -184,6 +184,8 @@ def job_file(  # noqa: PLR0913 - all are named
 def submit(file: Path, *options: str) -> str:
     """Submit a job; return its number, and its cluster if there are several: "17;gpu-cluster".
 
+    If this is interrupted, the folder of the job's file is removed.
+
     Raises:
         CloudError: Slurm refuses it, or could never run it.
     """
@@ -193,6 +195,9 @@ def submit(file: Path, *options: str) -> str:
             printed = ask("sbatch", kind, *options, str(file))
         except CloudError as error:
             raise CloudError(f"{error}{_hint(str(error), file)}") from error
+        except BaseException:  # Ctrl-C: if the job was accepted, it ends without its folder
+            shutil.rmtree(file.parent)
+            raise
     return printed.strip()
 
 
@@ -374,13 +379,7 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
     env = {"PYTHONPATH": os.pathsep.join(_own_paths())}
     text = job_file(slurm, size, [], name="raypool", folder=folder, env=env)
     write_file(folder / FILE, text.encode())
-    try:
-        job = submit(folder / FILE)
-    except CloudError:
-        raise
-    except BaseException:  # Ctrl-C: a job that was accepted nevertheless ends without its folder
-        shutil.rmtree(folder)
-        raise
+    job = submit(folder / FILE)
 
     def release(*options: str) -> None:
         try:

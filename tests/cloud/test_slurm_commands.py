@@ -255,3 +255,16 @@ def test_packages_are_refused_for_a_job() -> None:
         done = CliRunner().invoke(main, words)
         assert (done.exit_code, "install timm there" in done.output) == (2, True), done.output
     assert calls("sbatch") == []
+
+
+def test_ctrl_c_while_a_job_is_submitted_leaves_no_folder() -> None:
+    """Without it, a job that was accepted nevertheless ends."""
+    command("sbatch", "kill -INT $PPID")
+    jobs = SlurmJobs(profile())
+    for submit in (
+        lambda: allocation_for(profile(), (1, 1)),
+        lambda: jobs.submit(["python", "train.py"]),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            submit()
+        assert list(Path("jobs").iterdir()) == []
