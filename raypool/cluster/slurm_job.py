@@ -474,10 +474,14 @@ class SlurmJob:
     def _run_command(self, setup: RaySetup) -> int:
         """Run the command; return its exit code, 128 and the signal's number after a signal."""
         program, *arguments = self._command
-        command = subprocess.Popen(
-            [sys.executable if program == "python" else program, *arguments],
-            env=environment_without(NOT_FOR_TASKS),
-        )
+        try:
+            command = subprocess.Popen(
+                [sys.executable if program == "python" else program, *arguments],
+                env=environment_without(NOT_FOR_TASKS),
+            )
+        except OSError as error:
+            say(f"{program} cannot be run: {error.strerror}.")
+            return 127 if isinstance(error, FileNotFoundError) else 126  # as in shells
         gone_at = math.inf
         while command.poll() is None:
             gone_at = self._pass_on_notice(setup, gone_at)

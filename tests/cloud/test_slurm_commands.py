@@ -268,3 +268,26 @@ def test_ctrl_c_while_a_job_is_submitted_leaves_no_folder() -> None:
         with pytest.raises(KeyboardInterrupt):
             submit()
         assert list(Path("jobs").iterdir()) == []
+
+
+# --- in a job -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "code"), [(None, 127), (0o644, 126)])
+def test_a_command_that_cannot_be_run_has_the_exit_code_of_shells(
+    mode: int | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if mode is not None:
+        Path("run.sh").touch(mode)
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["./run.sh"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    # without Ray
+    monkeypatch.setattr(slurm_job.SlurmJob, "run", lambda job: job._run_command(None))
+    assert slurm_job.main([f"--folder=jobs/{job_id}", "--", "./run.sh"]) == code
+    assert "raypool: ./run.sh cannot be run: " in capsys.readouterr().out
+    command("squeue", "echo 'FAILED|NonZeroExitCode|N/A'")
+    assert jobs.look(job_id).exit_code == code
