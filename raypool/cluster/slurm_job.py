@@ -124,6 +124,8 @@ class RaySetup(NamedTuple):
     address: str  # where Ray's control store listens
     client_address: str  # where Ray Client's server listens
     name: str  # for folders
+    memory: int  # of each node in this job [MiB]; 0: all of it
+    memory_per_cpu: int  # likewise, for each core
 
 
 def say(text: str) -> None:
@@ -287,9 +289,8 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
         ]
     else:
         command.append(f"--address={setup.address}")
-    if (memory := os.environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(memory):
+    if given := 2**20 * (setup.memory or setup.memory_per_cpu * int(cpus)):
         # without this, Ray counts all memory of the machine
-        given = int(memory) * 2**20
         free = shutil.disk_usage("/dev/shm").free  # where Ray's store is
         store = min(int(given * STORE_SHARE), free)
         command += [f"--object-store-memory={store}", f"--memory={given - store}"]
@@ -419,7 +420,10 @@ class SlurmJob:
         host = address_of(head)
         address, client_address = (f"{host}:{port}" for port in _free_ports(2))
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        setup = RaySetup(head, address, client_address, f"{self._job}.{restarts}")
+        # the steps of srun do not have these variables; users may set them for srun, as "64G"
+        given = (os.environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
+        memory = (int(each) if each.isdigit() else 0 for each in given)
+        setup = RaySetup(head, address, client_address, f"{self._job}.{restarts}", *memory)
         os.environ |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),

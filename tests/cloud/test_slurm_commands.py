@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -291,3 +292,34 @@ def test_a_command_that_cannot_be_run_has_the_exit_code_of_shells(
     assert "raypool: ./run.sh cannot be run: " in capsys.readouterr().out
     command("squeue", "echo 'FAILED|NonZeroExitCode|N/A'")
     assert jobs.look(job_id).exit_code == code
+
+
+NODE = """
+case $* in
+*"show job"*) echo ' Nodes=n1 CPU_IDs=0-3 Mem=0 GRES=' ;;
+*hostnames*) echo n1 ;;
+*) echo 'NodeName=n1 NodeAddr=127.0.0.1' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "mebibytes"), [("SLURM_MEM_PER_NODE", 1000), ("SLURM_MEM_PER_CPU", 4000)]
+)
+def test_ray_has_only_the_memory_of_its_job(
+    variable: str, mebibytes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first process of a job sees how much that is; a node has four cores here."""
+    command("scontrol", NODE)
+    command("srun", f'echo "${slurm_job.SETUP}" >setup')
+    subprocess.run(
+        [sys.executable, "-m", "raypool.cluster.slurm_job", "--", "true"],
+        env={**os.environ, "SLURM_JOB_ID": "7", variable: "1000"},
+        check=False,  # Ray does not start
+    )
+    setup = slurm_job.RaySetup(*json.loads(Path("setup").read_text()))
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    start = slurm_job._ray_start(setup, "n1", "127.0.0.1", folder)
+    sizes = dict(option.split("=") for option in start if "memory=" in option)
+    assert set(sizes) == {"--object-store-memory", "--memory"}
+    assert sum(map(int, sizes.values())) == mebibytes * 2**20
