@@ -525,9 +525,9 @@ class SlurmJob:
                 if time.time() > gone_at:
                     say("Ending the allocation: the job's time is over.")
                     break
-                if _has_drivers(setup):
+                if is_child or _has_drivers(setup):
                     unused_at = time.monotonic() + UNUSED_S
-                elif not is_child and time.monotonic() > unused_at:
+                elif time.monotonic() > unused_at:
                     say("Ending the allocation: no driver is connected.")
                     break
         finally:
