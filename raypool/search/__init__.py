@@ -142,6 +142,9 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
     with the metric is one. At the end of its epochs `current_task().should_stop` becomes true:
     save a checkpoint, and return. A function that does not look at it ends at its next report.
 
+    A function that also saves checkpoints in between, as when its machine is taken back, must
+    report `epoch`: without it, a trial that runs again counts from its last rung.
+
     Example:
         >>> halving(max_epochs=27).levels
         [1, 3, 9, 27]
@@ -190,8 +193,9 @@ def population(
     `current_task().should_stop` is true, and return. A member in the worst quarter is replaced by a
     new trial, which continues from the last checkpoint of a member in the best quarter, with a
     perturbed copy of its configuration. All others continue. Members are compared by their scores
-    at the same epoch; one that has not come so far counts with its last score. No worker waits for
-    a member, and the search ends when all members have `max_epochs` epochs.
+    at the same epoch, which is that of `halving`; one that has not come so far counts with its last
+    score. No worker waits for a member, and the search ends when all members have `max_epochs`
+    epochs.
 
     Args:
         size: The number of members, at least 4. It takes the place of `num_trials`.

@@ -95,6 +95,9 @@ POOL_ENDED = (PoolBrokenError, PoolClosedError)
 KEPT = "-kept"
 """After the name of a checkpoint: its copy, from which others continue while its trial runs."""
 
+BEGINS = 0
+"""In place of a report's attempt: a part of the trial begins, perhaps not for the first time."""
+
 
 # --- what a search returns ------------------------------------------------------------------------
 
@@ -738,6 +741,8 @@ class Search(LoopRun):
 
     def _sent(self, index: int) -> TrialPart:
         trial = self.trials[index]
+        # behind all reports that have come: an attempt may run again without being counted
+        self._new_rows.append((0.0, index, BEGINS, {}))
         is_again = trial.is_again or trial.epochs >= trial.until
         return TrialPart(trial.config, trial.until, trial.num_before, trial.epochs, is_again)
 
@@ -845,6 +850,9 @@ class Search(LoopRun):
 
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
+        if report.attempt == BEGINS:
+            trial.attempt = BEGINS  # so the next report is the first of an attempt
+            return
         if report.attempt > trial.attempt:  # it counts again from where the part began
             trial.attempt, trial.num_reports = report.attempt, trial.num_before
         # after it was cancelled and told, its last reports may still come

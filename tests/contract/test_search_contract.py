@@ -36,6 +36,8 @@ from raypool import (
     save_checkpoint,
     search,
 )
+from raypool.core.messages import WorkerLost
+from raypool.errors import LossReason
 from raypool.search.run import SearchResults
 from raypool.testing import sim_pool
 from raypool.testing.simulation import FaultPlan
@@ -1113,8 +1115,14 @@ def test_trials_that_were_interrupted_at_a_rung_continue_there(tmp_path: Path, m
         assert reports["epoch"].is_monotonic_increasing, "those of earlier calls come first"
 
 
-def test_epochs_are_counted_from_where_an_attempt_began(pool: ParallelPool, tmp_path: Path) -> None:
-    """Of a function that reports none: those of a lost attempt do not count."""
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_epochs_are_counted_from_where_an_attempt_began(
+    pool: ParallelPool, tmp_path: Path, is_preempted: bool
+) -> None:
+    """Of a function that reports none: those of a lost attempt do not count, nor those of one that
+    a preemption has ended, which has the same number as the next.
+    """
+    driver = pool._engine.driver
     trained: dict[float, int] = {}
     failed = set()
 
@@ -1124,7 +1132,11 @@ def test_epochs_are_counted_from_where_an_attempt_began(pool: ParallelPool, tmp_
             report(accuracy=config["x"] * (epoch + 1))
             if epoch == 5 and config["x"] not in failed:
                 failed.add(config["x"])
-                raise OSError("the disk is away")
+                if not is_preempted:
+                    raise OSError("the disk is away")
+                place = driver.scheduler.workers.places[current_task().worker]
+                driver.leave(WorkerLost(place.worker_id, LossReason.PREEMPTED))
+                return  # to nobody
             if current_task().should_stop:
                 save_checkpoint(epoch + 1)
                 return
