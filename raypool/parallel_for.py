@@ -690,6 +690,7 @@ class LoopRun:
         self._driver.leave(DrainRequested(task_id))
 
     def _stop_item(self, item: int, task_id: int, share: CallItems) -> None:
+        self._work.stopping.add(item)  # first: its attempt may be lost before it hears of it
         if self._is_inline:  # the driver's thread is in the item
             place = self._driver.scheduler.workers.places[share.worker.index]
             call = place.worker_id, share.call.attempt_id, task_id

@@ -168,6 +168,8 @@ class LoopWork:
         # whether `reduce=` has passed an item, whose segment may be gone
         self.is_folded: Callable[[int], bool] = lambda _: False
         self.stopped_by: str | None = None  # who asked that nothing more starts
+        # items that were asked to stop; another attempt at one knows it from its first line on
+        self.stopping: set[int] = set()
         self.feed = LoopFeed()
         self.about: Sequence[str] = ()  # lines for the display, about the whole
         # by worker: waits for what it said before it answered last
@@ -224,6 +226,7 @@ class LoopWork:
     def queue(self, index: int, *, has_run: bool = False) -> None:
         """Queue an item; if it has run before, its last outcome will count."""
         if has_run:
+            self.stopping.discard(index)
             with self.lock:
                 self.num_settled -= 1
         if self._order is not None:
@@ -374,6 +377,7 @@ class LoopWork:
             name=self.label,
             stops_on_error=self._options.stops_on_error and not self._options.retry_on,
             is_fixed=self.is_fixed,
+            should_stop=bool(self.stopping) and self.stopping.issuperset(self.numbers(piece)),
             numbers=numbers,
             checkpoints=checkpoints,
         )

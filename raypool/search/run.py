@@ -909,6 +909,7 @@ class Search(LoopRun):
         self._ask_to_stop(trial)
 
     def _ask_to_stop(self, trial: Trial) -> None:
+        self._work.stopping.add(trial.index)  # first, as in `LoopRun._stop_item`
         if not self._is_inline:
             self._driver.post(StopRequested(self._task_id, trial.part))
         elif (note := note_here()) is not None:  # this is the trial's own thread

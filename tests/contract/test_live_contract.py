@@ -168,6 +168,22 @@ def test_a_loop_that_is_stopped_ends_with_what_runs(
     assert [marks.count(item) for item in (0, 1, 3, 4, 5)] == [1] * 5
 
 
+def test_another_attempt_knows_that_its_item_was_stopped(
+    pool: ParallelPool, watcher: Watcher, start: Any
+) -> None:
+    def run(item: int) -> bool:
+        if current_task().attempt == 1:
+            poll(lambda: current_task().should_stop, 300)
+            raise OSError("the disk is away")
+        return current_task().should_stop
+
+    again = pool.options(retry_on=OSError)
+    loop = start(lambda: again.parfor(run, [0], run_dir=watcher.run_dir))
+    assert watcher.runs(0)
+    assert watcher.ask("stop", 0) == "done"
+    assert list(loop.result(300)) == [True]
+
+
 def test_an_item_among_short_ones_is_cancelled_alone(
     pool: ParallelPool, watcher: Watcher, start: Any, gate: Gate
 ) -> None:

@@ -507,6 +507,26 @@ def test_hopeless_trials_stop(pool: ParallelPool, marks: Marks, tmp_path: Path, 
     }
 
 
+def test_a_hopeless_trial_that_fails_stops_in_its_next_attempt(pool: ParallelPool) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(9):
+            report(epoch=epoch, accuracy=config["x"])
+            if current_task().should_stop and current_task().attempt == 1:
+                raise OSError("the disk is away")
+
+    found = pool.options(retry_on=OSError, retries=1).search(
+        train,
+        SPACE,
+        metric="accuracy",
+        num_trials=8,
+        seed=0,
+        stop=lambda metrics: metrics["accuracy"] < 0.5,
+    )
+    num_reports = Counter(found.results.metrics["item"])
+    seen = {(each.state, num_reports[each.trial]) for each in found.to_frame().itertuples()}
+    assert seen == {("complete", 9), ("pruned", 1)}
+
+
 @pytest.mark.concurrent
 def test_a_hopeless_trial_that_does_not_stop_is_cancelled(pool: ParallelPool) -> None:
     def train(config: dict[str, Any]) -> None:
