@@ -231,6 +231,10 @@ class PoolView(concurrent.futures.Executor):
         ]
         return sorted(there if self._places is None else set(there).intersection(self._places))
 
+    def _capacity(self) -> int:
+        """Return how many calls of this view can run at once, at least one."""
+        return 1 if self._options.worker is not None else max(len(self._numbers()), 1)
+
     def _workers(self) -> list[WorkerInfo]:
         """Return this view's workers, in order."""
         places = self._places

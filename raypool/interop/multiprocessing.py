@@ -279,7 +279,7 @@ class Pool:
         items = list(iterable)
         self._check_running()  # drawing the items may have taken long
         if chunksize is None:
-            chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
+            chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._view._capacity())) or 1
         chunksize = checked_count("chunksize", chunksize, least=1)
         try:
             # one by one, so that an error cancels those before it
@@ -349,7 +349,7 @@ class Pool:
         elif hasattr(iterable, "__len__"):
             most_ahead = None
         else:
-            most_ahead = self._num_workers() * max(2, LOOK_AHEAD // chunksize)
+            most_ahead = self._view._capacity() * max(2, LOOK_AHEAD // chunksize)
         calls = chunks(items, chunksize) if is_chunked else items
         return IMapIterator(
             Drawing(
@@ -362,9 +362,6 @@ class Pool:
                 most_ahead=most_ahead,
             )
         )
-
-    def _num_workers(self) -> int:
-        return max(len(self._view._numbers()), 1)
 
     def close(self) -> None:
         """Take no more work; the workers end after the current work."""

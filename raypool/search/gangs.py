@@ -19,7 +19,7 @@ from raypool.channel.by_value import share_left
 from raypool.channel.feed import Row as ReportRow
 from raypool.channel.records import NOBODY, Failure, LocalValues, SliceResult, WorkerInfo
 from raypool.channel.users_code import generators_of
-from raypool.core.model import Slice, TaskSpec
+from raypool.core.model import TaskSpec
 from raypool.engine.in_flight import Call
 from raypool.errors import (
     InvalidValueError,
@@ -68,7 +68,7 @@ def search_in_gangs(
             "workers_per_trial= needs a folder for checkpoints that all machines see, not"
             f" checkpoints={view._options.checkpoints!r}. Pass run_dir=."
         )
-    return run_search(view, fn, space, wanted, functools.partial(GangSearch, view, fn, size))
+    return run_search(view, fn, space, wanted, functools.partial(GangSearch, fn, size))
 
 
 def train_part(fn: Callable[[Any], Any], metric: str | None, part: Mapping[str, Any]) -> Any:
@@ -120,11 +120,9 @@ def _say_twice(say: Any, listen: Any, note: Any, kind: str, payload: Any) -> boo
 class GangSearch(Search):
     """A search in progress whose trials are trainings."""
 
-    def __init__(
-        self, view: PoolView, fn: Callable[[dict[str, Any]], Any], size: int, *given: Any
-    ) -> None:
+    def __init__(self, fn: Callable[[dict[str, Any]], Any], size: int, *given: Any) -> None:
         super().__init__(*given)
-        self._view, self._size = view, size
+        self._size = size
         self._study.note_workers(size)
         self._loop = functools.partial(train_part, fn, self._metric)
         self._temporary = Path()
@@ -154,9 +152,6 @@ class GangSearch(Search):
     def _limit(self) -> int:
         most = self._options.max_in_flight
         return max(len(self._view._numbers()) // self._size, 1) if most is None else most
-
-    def _piece(self, part: int) -> Slice:
-        return Slice(self._task_id, part, part + 1, 1)
 
     def _send(self) -> None:
         while self._num_sent < self._num_parts:

@@ -308,7 +308,7 @@ def run_search(
                     check_space(work.run_dir, *searched)
                 check_metric(study, wanted.score_name, work.run_dir, is_shared=is_shared)
                 watchers = [watcher for watcher in (log, display) if watcher is not None]
-                search = (kind or Search)(engine, work, watchers, wanted, study, searched)
+                search = (kind or Search)(target, work, watchers, wanted, study, searched)
 
                 def results() -> SearchResults:
                     made = search.results()
@@ -397,7 +397,7 @@ class Search(LoopRun):
 
     def __init__(
         self,
-        engine: Engine,
+        view: PoolView,
         work: LoopWork,
         watchers: Sequence[Watcher],
         options: SearchOptions,
@@ -406,7 +406,8 @@ class Search(LoopRun):
     ) -> None:
         from optuna.samplers import RandomSampler, TPESampler
 
-        super().__init__(engine, work, watchers, self._judge)
+        super().__init__(view._engine, work, watchers, self._judge)
+        self._view = view
         self._study = TrialStudy(
             study,
             space,
@@ -461,6 +462,7 @@ class Search(LoopRun):
             return super().run(items, spec)
         finally:
             self._copies.close()
+            del self._view  # the results hold this search, which must not keep a forgotten pool
 
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         work, driver = self._work, self._driver
@@ -510,7 +512,7 @@ class Search(LoopRun):
         # a short trial would end before the next one has come: that waits in the worker. With a
         # seed, what the sampler knows must not depend on times
         waits = self._last_s < SHORT_S and self._rungs is None and self._options.seed is None
-        return max(self._driver.scheduler.workers.size, 1) * (2 * self._group if waits else 1)
+        return self._view._capacity() * (2 * self._group if waits else 1)
 
     @property
     def _num_running(self) -> int:
@@ -671,6 +673,9 @@ class Search(LoopRun):
             if not trial.stopped_by:
                 trial.stopped_by = self._rule
                 self._cancel_trial(trial)
+
+    def _piece(self, part: int) -> Slice:
+        return Slice(self._task_id, part, part + 1, 1)
 
     def _begin(self, trial: Trial) -> None:
         """Queue the next part of a trial."""
@@ -963,7 +968,7 @@ class Search(LoopRun):
 
     def _note_cancelled(self, part: int) -> None:
         self._pass_reports_on()
-        (index,) = self._work.numbers(Slice(self._task_id, part, part + 1, 1))
+        (index,) = self._work.numbers(self._piece(part))
         trial = self.trials[index]
         if trial.stopped_by:
             self._end_part(trial, None, None, is_cancelled=True)

@@ -693,6 +693,29 @@ def test_a_free_worker_gets_the_next_trial_at_once(
     assert states(found.study) == {"COMPLETE": 9}
 
 
+@pytest.mark.threads
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["part", "worker"])
+def test_a_search_on_one_worker_of_three_has_one_trial_at_a_time(
+    pool: ParallelPool, gate: Gate, kind: str
+) -> None:
+    study = optuna.create_study()
+    running: list[int] = []
+
+    def train(config: dict[str, Any]) -> None:
+        report(loss=config["x"])
+        gate.wait()
+
+    def note(report: MetricsReport) -> None:
+        running.append(states(study)["RUNNING"])
+        gate.open()
+
+    view = pool.partition(workers=[0])[0] if kind == "part" else pool.options(worker=0)
+    # with a seed no short trial runs ahead
+    view.search(train, SPACE, metric="loss", num_trials=3, seed=0, study=study, on_report=note)
+    assert running == [1, 1, 1]
+
+
 def test_failures_are_recorded_and_the_search_goes_on(pool: ParallelPool) -> None:
     def fragile(config: dict[str, Any]) -> float:
         if config["kind"] == "a":
