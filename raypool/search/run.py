@@ -230,6 +230,7 @@ class SearchOptions(NamedTuple):
         check_on_end(self.on_end)
         check_loggers(self.loggers)
         check_seconds("cancel_grace_s", self.cancel_grace_s)
+        self._check_kinds()
         mode = self.mode
         if mode is None and self.study is not None:
             mode = "min" if self.study.directions[0].name == "MINIMIZE" else "max"
@@ -237,10 +238,6 @@ class SearchOptions(NamedTuple):
             mode = "max" if self.metric is None else direction(self.metric)
         if mode not in ("max", "min"):
             raise InvalidValueError(f"mode={mode!r} must be 'max' or 'min'.")
-        if self.stop_when is not None and not isinstance(self.stop_when, Until):
-            raise InvalidTypeError(
-                f"stop_when={self.stop_when!r} must be made by search.until(...)."
-            )
         if self.stop is not None and self.metric is None:
             raise InvalidValueError(
                 "stop= needs metric, the name of the reported value by which running trials are"
@@ -261,6 +258,32 @@ class SearchOptions(NamedTuple):
             max_in_flight=optional_count("max_in_flight", self.max_in_flight, least=1),
             max_failures=optional_count("max_failures", self.max_failures, least=0),
         )
+
+    def _check_kinds(self) -> None:
+        import optuna
+
+        if self.study is not None and not isinstance(self.study, optuna.Study):
+            raise InvalidTypeError(f"study={self.study!r} must be a study of Optuna's.")
+        base = optuna.samplers.BaseSampler
+        if self.sampler is not None and not isinstance(self.sampler, base):
+            raise InvalidTypeError(
+                f"sampler={self.sampler!r} must be a sampler of Optuna's, such as"
+                " optuna.samplers.TPESampler()."
+            )
+        if self.stop_when is not None and not isinstance(self.stop_when, Until):
+            raise InvalidTypeError(
+                f"stop_when={self.stop_when!r} must be made by search.until(...)."
+            )
+        rules = Halving, Population, optuna.pruners.BasePruner, type(None)
+        # `search.median`, say, makes a rule and is none
+        is_maker = getattr(self.stop, "__module__", None) == Halving.__module__
+        is_function = callable(self.stop) and not isinstance(self.stop, type) and not is_maker
+        if not (isinstance(self.stop, rules) or is_function):
+            raise InvalidTypeError(
+                f"stop={self.stop!r} must be search.median(), search.halving(...),"
+                " search.population(...), a pruner of Optuna's, such as"
+                " optuna.pruners.MedianPruner(), or a function of the reported metrics."
+            )
 
 
 def run_search(

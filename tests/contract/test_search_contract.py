@@ -1331,6 +1331,16 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         ({"stop": search.median()}, InvalidValueError, "stop= needs metric"),
         ({"cancel_grace_s": 0}, InvalidValueError, "cancel_grace_s=0 leaves no time"),
         ({"stop_when": 3}, InvalidTypeError, r"must be made by search\.until"),
+        *(
+            ({"stop": stop, "metric": "accuracy"}, InvalidTypeError, r"must be search\.median\(\)")
+            for stop in (search.median, "median", search.until(score=1), optuna.pruners.NopPruner)
+        ),
+        (
+            {"sampler": optuna.samplers.TPESampler},
+            InvalidTypeError,
+            "must be a sampler of Optuna's",
+        ),
+        ({"study": "mine"}, InvalidTypeError, "must be a study of Optuna's"),
     ]:
         with pytest.raises(kind, match=words):
             pool.search(score, **{"space": SPACE, "num_trials": 1, **changes})  # type: ignore[arg-type]
