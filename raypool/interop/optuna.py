@@ -19,7 +19,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from raypool.channel.queues import DataQueue
-from raypool.errors import InvalidTypeError, checked_count, optional_count
+from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, optional_count
 from raypool.futures import Future, cancel_each
 from raypool.options import check_callable
 from raypool.pool import PoolView, gcp
@@ -136,12 +136,15 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
         pool: The pool, or a view of one. None: the current pool.
         timeout: Start no trial after this time [s].
         catch: Errors after which a trial has failed and the others continue; any other is raised.
+            An error of `report` or `set_user_attr` counts as the objective's.
         callbacks: Called as `callback(study, trial)` after each trial; they may call
             `study.stop()`.
         space: Parameters to suggest before a trial starts, which saves their round trips.
         max_in_flight: Run at most this many trials at once. None: one for each worker.
 
     Raises:
+        InvalidValueError: This is the callback of a future of the pool, which would wait for
+            itself.
         Exception: An objective's exception, unless `catch` names it.
 
     Source:
@@ -171,8 +174,12 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
     if target._engine.profile.backend == "inline":
         study.optimize(objective, n_trials, timeout, catch=catch, callbacks=list(callbacks))
         return
+    if target._engine.driver.is_own_thread:
+        raise InvalidValueError(
+            "optimize() cannot be called in the callback of a future: the pool would wait for"
+            " itself. Use a thread."
+        )
     catch = catch if isinstance(catch, tuple) else (catch,)
-    limit = max_in_flight or max(target._engine.driver.scheduler.workers.size, 1)
     run = _Run(study, view, objective, dict(space or {}))
     until = None if timeout is None else time.monotonic() + timeout
     with stoppable(study):
@@ -180,7 +187,8 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
             num_begun = 0
             while True:
                 is_open = num_begun < n_trials and not study._stop_flag
-                if is_open and (until is None or time.monotonic() < until) and len(run) < limit:
+                has_room = len(run) < (max_in_flight or target._capacity())
+                if is_open and (until is None or time.monotonic() < until) and has_room:
                     run.begin()
                     num_begun += 1
                 elif not len(run):
@@ -235,7 +243,7 @@ class _Run:
             self._note(number, "told all")
             return
         if verb == "told all":
-            self._take_end(number, trial, future, catch, callbacks)
+            self._take_end(number, catch, callbacks)
             return
         answer, error = None, None
         try:
@@ -244,19 +252,20 @@ class _Run:
             error = raised
         if key is not None:
             self._view._engine.store.put(key, (answer, error))
-        elif error is not None:
-            raise error
+        elif error is not None:  # `Study.optimize` raises it in the objective
+            future.cancel()
+            self._take_end(number, catch, callbacks, error)
 
     def _take_end(
         self,
         number: int,
-        trial: optuna.Trial,
-        future: Future[Any],
         catch: tuple[type[Exception], ...],
         callbacks: Sequence[Callback],
+        error: BaseException | None = None,
     ) -> None:
         states = optuna.trial.TrialState
-        error = future.exception()
+        trial, future = self._running[number]
+        error = future.exception() if error is None else error
         if error is None:
             value, pruned = future.result()
             state = None if pruned is None else states.PRUNED

@@ -13,7 +13,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.study import MaxTrialsCallback
 from optuna.trial import TrialState
 
-from raypool import InvalidTypeError, ParallelPool, PoolClosedError
+from raypool import InvalidTypeError, InvalidValueError, ParallelPool, PoolClosedError
 from raypool.channel.hub import Hub
 from raypool.interop.optuna import optimize
 
@@ -116,6 +116,51 @@ def test_errors_are_caught_or_raised(pool: ParallelPool) -> None:
         optimize(study, wrong, 1, pool=pool)
     with pytest.raises(InvalidTypeError, match="must be a study of Optuna's"):
         optimize(3, quadratic, 1, pool=pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_a_report_that_the_study_cannot_take_is_an_error_of_its_trial(pool: ParallelPool) -> None:
+    def misreport(trial: Any) -> float:
+        trial.report(0.0, step=-(trial.number % 2))
+        return 0.0
+
+    study = optuna.create_study()
+    ended: list[TrialState] = []
+    optimize(
+        study,
+        misreport,
+        6,
+        pool=pool,
+        catch=ValueError,
+        callbacks=[lambda _, trial: ended.append(trial.state)],
+    )
+    assert states(study) == Counter(ended) == {TrialState.COMPLETE: 3, TrialState.FAIL: 3}
+    with pytest.raises(ValueError, match="negative"):
+        optimize(study, misreport, 6, pool=pool)
+    assert TrialState.RUNNING not in states(study)
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["part", "worker"])
+def test_on_one_worker_of_three_one_trial_runs_at_a_time(pool: ParallelPool, kind: str) -> None:
+    running: list[int] = []
+
+    def note(study: optuna.Study, _: optuna.trial.FrozenTrial) -> None:
+        running.append(states(study)[TrialState.RUNNING])
+
+    view = pool.partition(workers=[0])[0] if kind == "part" else pool.options(worker=0)
+    optimize(optuna.create_study(), quadratic, 3, pool=view, callbacks=[note])
+    assert running == [0, 0, 0]
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_in_the_callback_of_a_future_it_is_refused(pool: ParallelPool, call_back: Any) -> None:
+    error = call_back(lambda _: optimize(optuna.create_study(), quadratic, 1, pool=pool))
+    assert type(error) is InvalidValueError
+    assert "callback of a future" in str(error)
 
 
 def test_callbacks_storage_and_a_space_that_is_known(pool: ParallelPool, tmp_path: Path) -> None:
