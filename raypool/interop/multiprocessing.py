@@ -301,8 +301,8 @@ class Pool:
         """Return an iterator over `func(item)` for each item, in order, while the workers go on.
 
         The iterable may be endless: a thread draws at most `buffersize` items ahead of the results
-        that were taken, and the rest in `join` after `close`; nothing for an iterator that nobody
-        holds.
+        that were taken, and the rest in `join` after `close`; nothing more if the iterator is
+        dropped after its first result.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
@@ -667,9 +667,7 @@ def outcome_of(future: Future[Any]) -> Any:
         raise standard.MaybeEncodingError(error, error.what) from error
     except BaseException as error:
         if future.cancelled():  # else it is the function's own
-            raise concurrent.futures.CancelledError(
-                f"{future.name} was cancelled by terminate()."
-            ) from None
+            raise concurrent.futures.CancelledError(f"{future.name} was cancelled.") from None
         if type(error.__cause__) is RemoteTraceback:
             error.__cause__ = standard.RemoteTraceback(str(error.__cause__))
         raise
@@ -798,7 +796,7 @@ class AsyncResult(Generic[T]):
 
         Raises:
             multiprocessing.TimeoutError: The time is over; the calls continue.
-            concurrent.futures.CancelledError: The pool was terminated.
+            concurrent.futures.CancelledError: A call was cancelled, by `terminate` for example.
             multiprocessing.pool.MaybeEncodingError: A value could not be sent back.
             Exception: The exception of the first failed call; its cause is the remote traceback.
         """
