@@ -685,12 +685,14 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
             else:
                 whole.set_exception(error)
 
-    _when_ended(futures, end)
+    when_ended(futures, end)
     return whole
 
 
-def _when_ended(futures: Sequence[Future[Any]], call: Callable[[], object]) -> None:
+def when_ended(futures: Sequence[Future[Any]], call: Callable[[], object]) -> None:
     """Call this when all have ended, in the thread that ends the last one."""
+    if not futures:
+        call()
     missing = len(futures)
     counting = threading.Lock()  # they may end in several threads at once
 
@@ -1060,10 +1062,7 @@ def after_all(
     follower: _Follower[T] = _Follower(function_name(fn))
     follower.owners = owners_of(checked)
     run = functools.partial(_dispatcher.put, functools.partial(follower.run, call))
-    if checked:
-        _when_ended(checked, run)
-    else:
-        run()
+    when_ended(checked, run)
     return follower
 
 

@@ -25,6 +25,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
+from raypool.engine.driver import Driver
 from raypool.engine.engine import submit_call
 from raypool.errors import (
     InvalidTypeError,
@@ -35,7 +36,7 @@ from raypool.errors import (
     optional_count,
     whole_number,
 )
-from raypool.futures import Future, cancel_each, unless_interrupted
+from raypool.futures import Future, cancel_each, unless_interrupted, when_ended
 from raypool.options import check_callable
 from raypool.parallel_for import is_inline
 from raypool.pool import ParallelPool, PoolView, open_pool
@@ -141,7 +142,7 @@ class Pool:
         self._forget: Callable[[], object] = lambda: None
         if initializer is not None:
             self._forget = self._initialize(initializer, initargs)
-        self._collector = Collector()
+        self._collector = Collector(self._view._engine.driver)
         weakref.finalize(self, self._collector.close, self._forget).atexit = False
         self._state = multiprocessing.pool.RUN
 
@@ -401,6 +402,7 @@ class Pool:
         if self._state == multiprocessing.pool.RUN:
             raise ValueError("Pool is still running")
         self._collector.check_wait()
+        self._collector.check_calls()
         for job in self._collector.jobs():
             if isinstance(job, Drawing):  # it would wait until its results are taken
                 job.hurry()
@@ -605,9 +607,14 @@ logger = logging.getLogger("raypool")
 
 
 class Collector:
-    """Finishes jobs in its own thread, until it is closed and none is left."""
+    """Finishes jobs in its own thread, until it is closed and none is left.
 
-    def __init__(self) -> None:
+    Args:
+        driver: That of the pool, which ends the calls of the jobs.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._ended: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._open: dict[Job, None] = {}  # these alone keep their pool from being collected
         self._lock = threading.RLock()  # reentrant: a pool's finalizer closes it at any moment
@@ -638,11 +645,19 @@ class Collector:
         self._ended.put(None)  # wakes the thread
 
     def check_wait(self, timeout: float | None = None) -> None:
-        """Raise InvalidValueError in a callback, which would wait for itself."""
-        if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
+        """Raise InvalidValueError in a callback of a result, which would wait for itself."""
+        self._check(threading.current_thread() is self.thread, timeout)
+
+    def check_calls(self, timeout: float | None = None) -> None:
+        """Raise InvalidValueError in a callback of a future, which would wait for itself."""
+        # in a task, the calls are those of a serial pool
+        self._check(self._driver.is_own_thread and not in_task(), timeout)
+
+    def _check(self, is_own_thread: bool, timeout: float | None) -> None:
+        if is_own_thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait"
-                " for itself. Use a callback of that result instead."
+                " for itself. Use a callback of that result instead, or a thread."
             )
 
     def _live(self) -> None:
@@ -693,19 +708,16 @@ class CallGroup(Generic[T]):
         error_callback: Callback | None,
     ) -> None:
         self._pool: Pool | None = pool  # not collected before all calls have ended
-        self.collector = collector
+        self._collector = collector
         self._futures = futures
         self._assemble = assemble
         self._callbacks = (error_callback, callback)  # by `is_success`
         self.ended = threading.Event()  # set after the callback
         self.is_success = False
         self.value: Any = None  # the result or the error
-        self._missing = len(futures)
-        self._lock = threading.Lock()
         try:
             collector.open(self)
-            for future in futures:
-                future.add_done_callback(self._note)
+            when_ended(futures, functools.partial(collector.note_ended, self))
         except BaseException as error:
             self.cancel()
             # with a ValueError the pool was closed meanwhile; after Ctrl-C not all calls would tell
@@ -713,15 +725,13 @@ class CallGroup(Generic[T]):
             if not isinstance(error, ValueError):
                 collector.note_ended(self)
             raise
-        if not futures:
-            collector.note_ended(self)
 
-    def _note(self, _: Any) -> None:
-        with self._lock:  # calls may end in several threads at once
-            self._missing -= 1
-            if self._missing:
-                return
-        self.collector.note_ended(self)
+    def check_wait(self, timeout: float | None) -> None:
+        """Raise InvalidValueError in a callback, which would wait for itself."""
+        self._collector.check_wait(timeout)
+        for future in self._futures:
+            if not future.done():
+                future.check_wait(timeout)
 
     def finish(self) -> None:
         """Fetch the values, and call back."""
@@ -788,7 +798,7 @@ class AsyncResult(Generic[T]):
             InvalidValueError: This is a callback of the same pool, which would wait for itself.
         """
         if not self.ready():
-            self._gathering.collector.check_wait(timeout)
+            self._gathering.check_wait(timeout)
         self._gathering.ended.wait(timeout)
 
     def get(self, timeout: float | None = None) -> T:
@@ -852,6 +862,8 @@ class IMapIterator(Iterator[T], Generic[T]):
 
         Raises:
             StopIteration: There are no more.
+            InvalidValueError: This is the callback of a future of the pool, which would wait for
+                itself.
             multiprocessing.TimeoutError: The time is over; the calls continue.
             Exception: The exception of the call; its cause is the remote traceback.
         """
@@ -1004,10 +1016,9 @@ class Drawing(Generic[T]):
     def take(self, timeout: float | None) -> T:
         """Return the next result; see `IMapIterator.next`."""
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._values or self._ready or (self._is_drawn and not self._pending),
-                timeout,
-            ):
+            if not self._has_news():
+                self._collector.check_calls(timeout)
+            if not self._changed.wait_for(self._has_news, timeout):
                 raise multiprocessing.TimeoutError(
                     f"There was no next result after {timeout:g} s; the work continues."
                 )
@@ -1032,6 +1043,9 @@ class Drawing(Generic[T]):
         with self._changed:
             self._values.extend(values)
             return self._values.popleft()
+
+    def _has_news(self) -> bool:
+        return bool(self._values or self._ready or (self._is_drawn and not self._pending))
 
     def forget(self, has_begun: bool) -> None:
         """Discard the results; stop drawing from a generator if results were taken."""

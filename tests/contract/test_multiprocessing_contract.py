@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypool import ParallelPool, SerializationError, current_task
+from raypool import InvalidValueError, ParallelPool, SerializationError, current_task
 from raypool.interop.multiprocessing import LOOK_AHEAD, AsyncResult, IMapIterator, Pool
 
 pytestmark = pytest.mark.semantics
@@ -308,6 +308,19 @@ def test_a_callback_cannot_wait_for_its_own_pool(
     mp.apply_async(abs, (-1,), callback=lambda _: mp.map(abs, [-1])).wait(300)
     assert "would wait for itself" in caplog.text
     assert mp.map(abs, [-1]) == [1]
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_the_callback_of_a_future_cannot_wait_for_it(mp: Pool, call_back: Any) -> None:
+    def join(_: Any) -> None:
+        mp.close()
+        mp.join()
+
+    for wait in (lambda _: mp.map(abs, [-1]), lambda _: next(mp.imap(abs, [-1])), join):
+        error = call_back(wait)
+        assert type(error) is InvalidValueError
+        assert "would wait for itself" in str(error)
 
 
 def test_a_callback_may_look_whether_something_is_there(

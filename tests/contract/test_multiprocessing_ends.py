@@ -48,7 +48,7 @@ def test_one_that_ends_while_an_iterable_is_drawn_takes_nothing(
 def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(
     pool: ParallelPool, gate: Any, check_pool: Any
 ) -> None:
-    collector = Collector()
+    collector = Collector(pool._engine.driver)
     collector.close(lambda: None)
     future = pool.parfeval(gate.wait)
     with pytest.raises(ValueError, match="not running"):
