@@ -30,8 +30,9 @@ def register_joblib() -> None:
     `batch_size` is a number. If a worker dies, the tasks of its call run again, up to `retries`
     times. A timeout (`Parallel(timeout=...)`) or an error stops running tasks. Arguments of
     `max_nbytes` or more (arrays, tensors and tables; by default 1 MB) travel once per `Parallel`:
-    do not change them here meanwhile; a task may. `inner_max_num_threads` limits the threads of
-    BLAS and OpenMP in each worker process. `temp_folder` and `mmap_mode` are not used.
+    do not change them here meanwhile. The tasks of a batch share one copy of an argument: if they
+    change it, set `batch_size=1`. `inner_max_num_threads` limits the threads of BLAS and OpenMP in
+    each worker process. `temp_folder` and `mmap_mode` are not used.
 
     Raises:
         ModuleNotFoundError: joblib is not installed.
