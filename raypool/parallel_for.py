@@ -50,7 +50,7 @@ from raypool.errors import (
 )
 from raypool.options import check_callable, check_name, takes
 from raypool.results import FrameRows, Results, Row, run_name
-from raypool.worker.running import in_task
+from raypool.worker.running import PLAIN, in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
@@ -303,9 +303,6 @@ NEEDED = {
 """In which states of an item (`LoopWork.newest_run`) a watcher's action makes sense."""
 
 IN_COMPANY = "shares its call with others, which can end only together (see chunk_size)"
-
-PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""Types whose values can always be pickled, so that no test is needed."""
 
 
 class Watcher(Protocol):

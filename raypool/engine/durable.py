@@ -46,9 +46,7 @@ from raypool.journal.live import WatchedRun
 from raypool.journal.provenance import record
 from raypool.journal.reading import calls_in, saved_items
 from raypool.journal.rows import PARTS, Outcome, Stored, row_of
-
-UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values cannot change."""
+from raypool.worker.running import PLAIN
 
 MOST_CHANGES = 3
 """At most this many changes of a function are named in a warning."""
@@ -205,7 +203,7 @@ class DurableLoop(LoopWork):
         """Take one more item, without queueing it; return its number."""
         index = len(self.items)
         # a generator may yield the same object again, changed
-        if type(item) not in UNCHANGEABLE:
+        if type(item) not in PLAIN:
             with contextlib.suppress(Exception):  # what cannot be copied stays what it is
                 item = copy.deepcopy(item)
         self.keys.append(self._name(item, index))

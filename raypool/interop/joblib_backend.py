@@ -48,7 +48,7 @@ from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, cancel_each
-from raypool.parallel_for import PLAIN, TICK_S, is_unseen, watched
+from raypool.parallel_for import TICK_S, is_unseen, watched
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
@@ -56,7 +56,7 @@ from raypool.views.item_lines import ItemLines
 from raypool.views.lines import is_terminal
 from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
-from raypool.worker.running import environment, in_task
+from raypool.worker.running import PLAIN, environment, in_task
 
 LEAST_JOBS = 2
 """The least number of jobs told to a `Parallel`: with one it would run all tasks here, in turn."""
