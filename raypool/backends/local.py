@@ -261,7 +261,7 @@ class InlineBackend:
     def _set_up(self, worker_id: int, info: WorkerInfo, setups: Sequence[Function]) -> bool:
         """Call the setups in the worker's thread, and post the result."""
         try:
-            set_up([setup.packed for setup in setups], info)
+            set_up([setup.packed for setup in setups], info, self.find_way)
         except (Exception, SystemExit) as error:
             self._post(
                 WorkerLost(worker_id, LossReason.START),
@@ -291,7 +291,7 @@ class InlineBackend:
             return True
         self._set_ups.remove(worker_id)
         try:
-            set_up([self._profile.teardown], worker)
+            set_up([self._profile.teardown], worker, self.find_way)
         except (Exception, SystemExit):
             logger.exception("The teardown of worker %d failed.", worker.index)
         return True

@@ -366,9 +366,14 @@ def as_error(error: BaseException) -> BaseException:
 
 
 @ctrl_c.enters
-def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
-    """Call functions that a worker begins with (or ends with)."""
-    token = running.set(TaskContext(0, 1, None, worker.index, worker.gpu, "setup"))
+def set_up(
+    setups: Iterable[Callable[[], Any]],
+    worker: WorkerInfo,
+    find_way: Callable[[], Any] | None = None,
+) -> None:
+    """Call functions that a worker begins or ends with; `find_way` is that of `Surroundings`."""
+    note = TaskContext(0, 1, None, worker.index, worker.gpu, "setup", find_way=find_way)
+    token = running.set(note)
     try:
         for setup in setups:
             setup()

@@ -4,6 +4,7 @@ where that is wanted.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -147,6 +148,19 @@ def test_what_workers_put_before_they_went_to_rest_arrives(make_pool: Any, event
             assert pool.parfeval(queue.put, number).result(TIMEOUT_S) is None
             assert eventually(lambda: all(worker.state == "parked" for worker in pool.workers))
     assert [queue.get(timeout_s=0) for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
+@pytest.mark.parametrize("maxsize", [None, 4])
+def test_what_workers_begin_with_may_put(make_pool: Any, maxsize: int | None) -> None:
+    """A setup, and what was called on all workers and is a setup of later ones."""
+    queue: DataQueue[str] = DataQueue(maxsize)
+    with make_pool(1, setup=functools.partial(queue.put, "setup")) as pool:
+        pool.parfeval_on_all(queue.put, "sticky", sticky=True).result(TIMEOUT_S)
+        assert take(queue, 2) == ["setup", "sticky"]
+        pool.resize(2)
+        assert take(queue, 2) == ["setup", "sticky"]
 
 
 @pytest.mark.semantics

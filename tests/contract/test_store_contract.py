@@ -4,6 +4,7 @@ tasks run.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -51,6 +52,18 @@ def test_what_tasks_put_is_read_here_and_by_other_tasks(pool: ParallelPool) -> N
         9,
         16,
     ]
+
+
+@pytest.mark.everywhere
+def test_setups_and_teardowns_use_the_store_too(make_pool: Any) -> None:
+    def note(what: str) -> None:
+        current_task().store[what, current_task().worker] = True
+
+    begin, end = functools.partial(note, "set up"), functools.partial(note, "torn down")
+    with make_pool(2, setup=begin, teardown=end) as pool:
+        assert sorted(pool.store.keys()) == [("set up", 0), ("set up", 1)]
+        pool.resize(1)
+        assert pool.store.wait(("torn down", 1), TIMEOUT_S)
 
 
 @pytest.mark.everywhere

@@ -161,7 +161,10 @@ def test_what_a_pool_that_ends_gives_back_is_waited_for(
 
 
 def test_workers_that_do_not_come_up_in_time(
-    ray_session: None, by_value: None, make_gate: Callable[[], Any]
+    ray_session: None,
+    by_value: None,
+    make_gate: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = make_gate()
     with pytest.raises(
@@ -170,3 +173,4 @@ def test_workers_that_do_not_come_up_in_time(
     ):
         # the claims, too, have to come within that time
         parpool(2, setup=gate.wait, start_timeout_s=6, quiet=True)
+    assert "teardown" not in caplog.text, "it would wait for the setup"

@@ -204,10 +204,6 @@ class Agents:
             self._told.add(what)
             logger.log(level, words)
 
-    def knows(self, worker_id: int) -> bool:
-        """Whether a worker is watched over."""
-        return worker_id in self._by_worker
-
     def usage(
         self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]
     ) -> None:

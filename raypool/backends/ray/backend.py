@@ -259,7 +259,7 @@ class RayBackend:
         """End the worker of a slot; `then` is called when all its processes have ended."""
         with self._replacing:
             actor, worker_id = slot.actor, slot.worker_id
-            is_free = slot.is_idle and not slot.is_ending
+            is_free = slot.is_set_up and slot.is_idle and not slot.is_ending
             self._by_worker.pop(worker_id, None)
             slot.actor = None
         if actor is None or not self._is_up():
@@ -280,8 +280,7 @@ class RayBackend:
                 logger.warning(WOUND_UP_LATE, slot.place, WIND_UP_TIMEOUT_S)
             self._agents.end(worker_id, actor, finish)
 
-        # one that never introduced itself has no setup to tear down
-        if is_free and self._agents.knows(worker_id):
+        if is_free:
             self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardown), end)
         else:
             end()
@@ -289,7 +288,7 @@ class RayBackend:
     # --- workers ----------------------------------------------------------------------------------
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
-        """Start an actor in a place; it is ready once it has introduced itself."""
+        """Start an actor in a place; it introduces itself, and then calls the setups."""
         slot = self._slots[place]
         self._retire(slot)
         if not self._is_up():  # asking Ray anything would start a new one
@@ -317,14 +316,19 @@ class RayBackend:
         )
         slot.run = slot.actor.run.remote
         self._by_worker[worker_id] = slot
-        packed = tuple(packing.dump([setup.packed for setup in setups]))
+        # with none, the worker is ready one call earlier
+        packed = tuple(packing.dump([setup.packed for setup in setups])) if setups else None
         agent = self._agents.for_mps(slot.claim) if self._profile.mps else None
         project = self._news(slot, setups)
         # a setup was packed long ago: a worker that replaces an outdated one would be so itself
         if self._project is not None:
             project, slot.project = self._project, self._project.number
-        introduction = slot.actor.introduce.remote(packed, agent, project)
-        self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
+        introduction = slot.actor.introduce.remote(agent, project)
+        self._answered(
+            worker_id,
+            introduction,
+            functools.partial(self._on_introduced, worker_id, packed),
+        )
 
     def _answered(self, worker_id: int, ref: Any, take: Callable[[Any], None]) -> None:
         """Pass the answer to a call to `take`, in a thread of Ray's."""
@@ -338,20 +342,17 @@ class RayBackend:
 
         when_done(ref, take_safely)
 
-    def _on_introduced(self, worker_id: int, answer: Any) -> None:
+    def _on_introduced(self, worker_id: int, setups: Sequence[Any] | None, answer: Any) -> None:
         if not isinstance(answer, Introduction):
             words = answer if isinstance(answer, str) else loss_text(answer)
             self._lose(worker_id, LossReason.START, words)
             return
-        # it has gone, or this process has too many files open: Ray will say
-        with self._replacing, contextlib.suppress(OSError):
-            slot = self._by_worker.get(worker_id)
-            if slot is not None and answer.info.host == platform.node():
-                slot.pulse = Pulse(answer.info.pid)
-        self._agents.later(functools.partial(self._settle_in, worker_id, answer))
+        self._agents.later(functools.partial(self._settle_in, worker_id, setups, answer))
 
-    def _settle_in(self, worker_id: int, introduction: Introduction) -> None:
-        """Let a worker be watched over, and take calls."""
+    def _settle_in(
+        self, worker_id: int, setups: Sequence[Any] | None, introduction: Introduction
+    ) -> None:
+        """Let a worker be watched over, and call its setups."""
         with self._replacing:
             slot = self._by_worker.get(worker_id)
             if slot is None:
@@ -369,7 +370,28 @@ class RayBackend:
         slot.claim.node_id = introduction.node_id
         memory = MemoryLimit(limit, on_over) if limit else None
         self._agents.attach(worker_id, introduction, actor, memory)
-        self._post(WorkerReady(worker_id), introduction.info)
+        take = functools.partial(self._on_set_up, worker_id, introduction.info)
+        if setups is None:
+            take(None)
+        else:  # only now: they may use the pool's store and queues
+            self._answered(worker_id, actor.set_up.remote(setups), take)
+
+    def _on_set_up(self, worker_id: int, info: WorkerInfo, problem: Any) -> None:
+        """Let a worker take calls, unless a setup has failed."""
+        if problem is not None:
+            words = problem if isinstance(problem, str) else loss_text(problem)
+            self._lose(worker_id, LossReason.START, words)
+            return
+        with self._replacing:
+            slot = self._by_worker.get(worker_id)
+            if slot is None:
+                return  # the worker was given up meanwhile
+            slot.is_set_up = True
+            if info.host == platform.node():
+                # it has gone, or this process has too many files open: Ray will say
+                with contextlib.suppress(OSError):
+                    slot.pulse = Pulse(info.pid)
+        self._post(WorkerReady(worker_id), info)
 
     def _lose(
         self,
@@ -606,6 +628,7 @@ class Slot:
         "doomed",
         "filters",
         "is_ending",
+        "is_set_up",
         "is_spent",
         "known",
         "levels",
@@ -641,6 +664,7 @@ class Slot:
         # the last that lasted: what was sent behind it is refused, and runs elsewhere
         self.told_of = -1
         self.pulse: Pulse | None = None  # if its process is on this machine
+        self.is_set_up = False  # its setups have returned
         self.is_ending = False  # the worker is lost, or about to be killed
         self.doomed: int | None = None  # the call for which it is killed
         self.is_spent = False  # the worker is to be replaced, and has said so

@@ -229,12 +229,10 @@ class PoolWorker:
         self._early = HandBack(Watch(), self._tell_early) if sharing is None else None
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
-    def introduce(
-        self, setups: Sequence[Any], agent: Any, project: Snapshot | None
-    ) -> Introduction | str:
-        """Check that this process sees exactly the GPUs that it was given, and set it up.
+    def introduce(self, agent: Any, project: Snapshot | None) -> Introduction | str:
+        """Check that this process sees exactly the GPUs that it was given.
 
-        `setups` is a parcel, `project` the driver's modules; `agent` starts MPS, unless it is None.
+        `project` is the driver's modules; `agent` starts MPS, unless it is None.
 
         Returns:
             Who it is, or the problem.
@@ -271,17 +269,6 @@ class PoolWorker:
                 if self._sharing.takes_turns:
                     folder = self._folders.temporary
                     self._turns = GpuTurns(self._inventory, given[0], share, folder)
-        try:
-            calls = [
-                functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))
-            ]
-            self._is_set_up = bool(calls)
-            set_up(calls, self._info)
-        except (Exception, SystemExit) as error:  # the user's code must not end the actor
-            words = "".join(traceback.format_exception_only(error)).strip()
-            return Refusal(f"setup= or initializer= raised {words}")
-        if self._upkeep is not None:
-            self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board, before)
         fork_problem = os.environ.pop(fork_client.REFUSED, None)
         node_id = ray.get_runtime_context().get_node_id()
@@ -296,6 +283,25 @@ class PoolWorker:
         self._agent = agent
         self._folders.attach(agent, home, is_far)
         this_process.link = WorkerLink(self._worker_id, self._outbox, home, home_name)
+
+    def set_up(self, setups: Sequence[Any]) -> Refusal | None:
+        """Call the setups, which are a parcel.
+
+        Returns:
+            The problem, if one has failed.
+        """
+        self._is_set_up = True
+        try:
+            set_up(
+                [functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))],
+                self._info,
+            )
+        except (Exception, SystemExit) as error:  # the user's code must not end the actor
+            words = "".join(traceback.format_exception_only(error)).strip()
+            return Refusal(f"setup= or initializer= raised {words}")
+        if self._upkeep is not None:
+            self._upkeep.begin_anew()
+        return None
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
