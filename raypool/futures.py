@@ -95,7 +95,7 @@ def _renew_locks() -> None:
     global _making, _reading
     _making, _reading = threading.RLock(), threading.Lock()
     Deferred.taking = threading.Lock()
-    _dispatcher.renew_lock()
+    dispatcher.renew_lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -1061,7 +1061,7 @@ def after_all(
 
     follower: _Follower[T] = _Follower(function_name(fn))
     follower.owners = owners_of(checked)
-    run = functools.partial(_dispatcher.put, functools.partial(follower.run, call))
+    run = functools.partial(dispatcher.put, functools.partial(follower.run, call))
     when_ended(checked, run)
     return follower
 
@@ -1084,7 +1084,7 @@ def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -
         else:
             follower.run(lambda: fn(future if pass_future else future.result()))
 
-    future.add_done_callback(lambda _: _dispatcher.put(run))
+    future.add_done_callback(lambda _: dispatcher.put(run))
     return follower
 
 
@@ -1124,7 +1124,7 @@ class _Follower(Future[T]):
         Raises:
             InvalidValueError: It would wait forever.
         """
-        if timeout is None and _dispatcher.is_here:
+        if timeout is None and dispatcher.is_here:
             raise InvalidValueError(
                 f"The function of an after_each or after_all waits for {self.name!r}, which can"
                 " only run after it. Chain them instead: pass its future to after_all."
@@ -1150,6 +1150,13 @@ class _Dispatcher:
         """Whether this is its thread."""
         return threading.current_thread() is self._thread
 
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the calls made now, for so long at most."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
     def put(self, call: Callable[[], None]) -> None:
         """Queue a call, which must not raise."""
         with self._lock:
@@ -1160,7 +1167,7 @@ class _Dispatcher:
             self._thread = threading.Thread(
                 target=self._make_calls,
                 name="raypool-callbacks",
-                daemon=False,  # the interpreter waits for it, so no call is lost
+                daemon=False,  # the interpreter waits for it; for a later one, `finish` does
             )
             try:
                 self._thread.start()
@@ -1180,7 +1187,8 @@ class _Dispatcher:
             del call  # so that a waiting thread keeps nothing alive
 
 
-_dispatcher = _Dispatcher()
+dispatcher = _Dispatcher()
+"""Makes the calls of `after_each` and `after_all`."""
 
 
 def _wait(

@@ -43,7 +43,7 @@ from raypool.errors import (
     SerializationError,
     StartupError,
 )
-from raypool.futures import Future
+from raypool.futures import Future, dispatcher
 from raypool.gpus.nvml import NvmlInventory
 from raypool.options import Options, Where
 from raypool.profiles import Profile
@@ -65,7 +65,7 @@ EXIT_GRACE_S = 5.0
 """The time for unfinished work when the interpreter exits normally [s]."""
 
 EXIT_TIMEOUT_S = 10.0
-"""The time for a pool to end after that [s]."""
+"""The time for a pool to end after that, and then for `after_each` [s]."""
 
 Call = Callable[[], object]
 
@@ -431,6 +431,8 @@ def _end_all() -> None:
     for engine in engines:
         engine.shutdown(wait=False, cancel_queued=True, cancel_running=True)
         engine.driver.closed.wait(EXIT_TIMEOUT_S)
+    # calls of `after_each` that came only now: Python waits for no thread any more
+    dispatcher.finish(EXIT_TIMEOUT_S)
 
 
 def open_engine(

@@ -87,3 +87,24 @@ def test_after_the_end_no_work_is_taken(run_python: Any) -> None:
     assert run_python(code + "pool.shutdown()").stdout.startswith("True The pool was shut down"), (
         "by the user"
     )
+
+
+def test_what_follows_is_done_although_its_thread_begins_late(
+    run_python: Any, tmp_path: Path
+) -> None:
+    more = f"""
+import atexit, threading
+from raypool import after_each
+
+may_end = threading.Event()
+atexit.register(may_end.set)  # by then Python has waited for all threads
+
+def save(_):
+    pool._engine.driver.closed.wait()
+    touch("{tmp_path}/saved")
+
+after_each(pool.submit(may_end.wait), save)
+"""
+    code = BEGIN.format(profile="threads", folder=tmp_path, grace_s=300)
+    assert run_python(code + more).stderr == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second", "saved"}
