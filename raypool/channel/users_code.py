@@ -160,8 +160,7 @@ class Project:
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
         with self._lock:
-            here = os.getcwd() if "" in sys.path else ""  # noqa: PTH109
-            before, after = _sorted_folders(tuple(sys.path), here)
+            before, after = _sorted_folders(tuple(sys.path), _here() if "" in sys.path else None)
             versions = self._modules.versions()
             newest = self._newest
             if (before, after) != (newest.before, newest.after) or versions is not newest.versions:
@@ -171,14 +170,27 @@ class Project:
             return self._newest
 
 
+def _here() -> str | None:
+    """Return the current folder; None if somebody has removed it."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return None
+
+
 @functools.lru_cache(8)
-def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the user's folders on a path, before and after the standard library's."""
+def _sorted_folders(
+    path: tuple[Any, ...], here: str | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the user's folders on a path, before and after the standard library's.
+
+    `here` stands for the entry "", unless it is None.
+    """
     found: tuple[list[str], list[str]] = ([], [])
     is_after = False
     for entry in path:
         folder = here if entry == "" else entry
-        # not a folder: a name for a finder
+        # no folder: a name for a finder, or the current folder, which has been removed
         if not isinstance(folder, str) or folder.startswith("__editable__"):
             continue
         if is_installed(folder):
