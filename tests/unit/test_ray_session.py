@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from raypool.backends.ray import claims, session
 from raypool.backends.ray.claims import Claim, locate
 from raypool.gpus.nvml import NvmlInventory
-from raypool.worker.folders import hold
+from raypool.worker.folders import hold, remove_unheld
 from tests.unit.fake_nvml import FakeCard, FakeNvml
 
 
@@ -65,6 +68,34 @@ def test_the_files_of_a_ray_that_somebody_else_has_shut_down_go_with_its_last_po
     assert not folder.exists()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held)
+
+
+def test_logs_that_an_error_names_stay_and_nobody_waits_for_their_ray(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    """Neither a descriptor nor the process that ends what is left of that Ray."""
+    folder, held = session._make_files()
+    monkeypatch.setattr(session, "_files", (folder, held))
+    monkeypatch.setattr(session, "_is_initialized", lambda: False)
+    logs = session.keep_logs()
+    session.leave_ray(pytest.fail, "the connection that was")
+    assert logs == folder / "session_latest" / "logs"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held)
+    assert eventually(lambda: not processes_about(folder))
+    remove_unheld(folder)  # as the next Ray does
+    assert folder.exists()
+    shutil.rmtree(folder)
+
+
+def processes_about(folder: Path) -> list[int]:
+    """Return the processes whose commands name a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if str(folder) in process.cmdline():
+                found.append(process.pid)
+    return found
 
 
 def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

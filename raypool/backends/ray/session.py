@@ -381,7 +381,8 @@ def _remove_files() -> None:
     global _files
     if _files is not None:
         (folder, held), _files = _files, None
-        for _ in range(TRIES):  # a process that still ends may write into it
+        # without a lock it is kept: see `keep_logs`; a process that still ends may write into it
+        for _ in range(TRIES if (folder / LOCK).exists() else 0):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
@@ -469,11 +470,10 @@ def _shut_down(processes: Sequence[int]) -> None:
 
 def keep_logs() -> Path | None:
     """Return the log folder of our own Ray, kept when that ends; None if the Ray is not ours."""
-    global _files
     if _files is None:
         return None
-    (folder, _), _files = _files, None
-    # the next Ray removes what has a lock that nobody holds
+    folder, _ = _files
+    # this Ray and later ones remove only folders with a lock
     (folder / LOCK).unlink(missing_ok=True)
     return folder / "session_latest" / "logs"
 
