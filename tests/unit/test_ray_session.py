@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from raypool.backends.ray import claims, session
 from raypool.backends.ray.claims import Claim, locate
@@ -96,6 +97,24 @@ def processes_about(folder: Path) -> list[int]:
             if str(folder) in process.cmdline():
                 found.append(process.pid)
     return found
+
+
+def test_only_the_users_of_this_ray_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of one that the user has shut down may still be there, and may end later."""
+    copied: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(session, "is_forked", lambda: False)
+    monkeypatch.setattr(session, "_users", 0)
+    monkeypatch.setattr(session, "_used", None)
+    for connection in ("the first", "the second"):
+        monkeypatch.setattr(session, "connection", lambda connection=connection: connection)
+        session.join_ray()
+        session.join_ray()
+    session.leave_ray(copied.append, "the first")
+    session.leave_ray(copied.append, "the second")
+    assert copied == []
+    session.leave_ray(copied.append, "the second")
+    assert copied == [True], "the user may shut Ray down now"
 
 
 def test_where_a_claim_was_is_known_when_its_node_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ logger = logging.getLogger("raypool")
 
 # Ray is started, joined and ended by one thread at a time; notified when one has been given up
 _lock = threading.Condition(threading.Lock())
-_users = 0
+_users = 0  # of the connection below
+_used: object = None
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 # the connection that raypool has made; unique, so that no other is taken for it
@@ -184,7 +185,7 @@ def join_ray(
             was forked from one that uses Ray.
         InvalidValueError: The files to be sent are larger than Ray allows.
     """
-    global _users, _ours, _shipped, _allocation
+    global _users, _used, _ours, _shipped, _allocation
     profile = profile or Profile()
     with _lock, contextlib.ExitStack() as undo:
         if is_forked():
@@ -221,7 +222,8 @@ def join_ray(
                 with _own_sigterm():
                     _connect(ray, profile, address, inventory, shipped)
                 _ours, _shipped = connection(), shipped
-                _users = 0  # of a Ray that somebody has ended meanwhile
+        if _used is not connection():  # somebody has ended the Ray of the others
+            _users, _used = 0, connection()
         _users += 1
         undo.pop_all()
     return profile
@@ -313,11 +315,12 @@ def _client() -> Any:
 
 def _after_fork() -> None:
     """Forget, in a forked child, what is the parent's."""
-    global _has_forked, _lock, _users, _ours, _files
+    global _has_forked, _lock, _users, _used, _ours, _files
     _has_forked = _has_forked or _is_initialized()
     if _files is not None:
         os.close(_files[1])  # else the folder would be held as long as this child lives
-    _lock, _users, _ours, _files = threading.Condition(threading.Lock()), 0, None, None
+    _lock = threading.Condition(threading.Lock())
+    _users, _used, _ours, _files = 0, None, None, None
     # native code would keep a handler in Python from running
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -340,7 +343,7 @@ def leave_ray(before_end: Callable[[bool], None], joined: object = None) -> None
             whether the object store stays.
         joined: The `connection` that was joined; nothing is done if that has ended meanwhile.
     """
-    global _users
+    global _users, _used
     with _lock:
         if joined is not None and (not _is_initialized() or joined is not connection()):
             if not _is_initialized():
@@ -350,6 +353,7 @@ def leave_ray(before_end: Callable[[bool], None], joined: object = None) -> None
         _users -= 1
         if _users > 0:
             return
+        _used = None
         is_own, processes = is_ours(), _wake()
         try:
             # also before the user shuts a Ray of their own down
