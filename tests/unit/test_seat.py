@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from raypool.backends.ray.backend import Slot
+from raypool.channel.records import Function
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,14 @@ def test_a_new_worker_has_told_nothing() -> None:
     slot.calls, slot.told_of, slot.is_ending = {5: 4}, 4, True
     slot.take_in(3)
     assert (slot.worker_id, slot.calls, slot.told_of, slot.is_ending) == (3, {}, -1, False)
+
+
+def test_a_function_that_many_workers_had_is_forgotten_once() -> None:
+    slot, function = Slot(0, cast("Any", None)), Function(7, b"", "train")
+    for worker_id in range(3):
+        slot.take_in(worker_id)
+        assert slot.learn(function)
+        assert not slot.learn(function)
+    del function
+    assert slot.take_stale() == [7]
+    assert slot.learn(Function(7, b"", "train")), "one with the same number is another"

@@ -445,17 +445,9 @@ class RayBackend:
         levels, filters = levels_here(), filters_here()
         with slot.lock:
             slot.calls[attempt_id] = behind
-            stale, new = slot.take_stale(), {}
-            for function in functions:
-                if function.fn_id not in slot.known:
-                    slot.known.add(function.fn_id)
-                    new[function.fn_id] = function.packed
-                    stale_ref = weakref.finalize(
-                        function, note_stale, weakref.ref(slot), function.fn_id
-                    )
-                    stale_ref.atexit = False  # nobody is told of it then
+            stale = slot.take_stale()
             news = News(
-                new,
+                {each.fn_id: each.packed for each in functions if slot.learn(each)},
                 stale,
                 self._news(slot, functions),
                 None if levels is slot.levels else levels,
@@ -639,6 +631,7 @@ class Slot:
         "run",
         "stale",
         "told_of",
+        "watched",
         "worker_id",
     )
 
@@ -649,6 +642,8 @@ class Slot:
         self.run: Any = None  # its method, ready to be called
         # held while the worker is called, or told which functions to forget
         self.lock = threading.Lock()
+        # functions whose end is noted here, whichever worker has them
+        self.watched: weakref.WeakSet[Function] = weakref.WeakSet()
         self.take_in(-1)
 
     def take_in(self, worker_id: int) -> None:
@@ -676,6 +671,17 @@ class Slot:
         """
         self.calls.pop(attempt_id, None)
         return attempt_id != self.doomed
+
+    def learn(self, function: Function) -> bool:
+        """Note that the worker gets a function; return False if it has it."""
+        if function.fn_id in self.known:
+            return False
+        self.known.add(function.fn_id)
+        if function not in self.watched:
+            self.watched.add(function)
+            end = weakref.finalize(function, note_stale, weakref.ref(self), function.fn_id)
+            end.atexit = False  # nobody is told of it then
+        return True
 
     def take_stale(self) -> list[int]:
         """Return the functions that the worker is to forget now; the caller tells it."""
