@@ -464,8 +464,8 @@ class LoopFeed(Feed):
                 gone = self._printed.pop(oldest)
                 self._num_bytes -= gone.size
                 self._forgotten[oldest] = Printed(gone.call_id, gone.missing + gone.size)
-        if self.on_text is not None:
-            self.on_text(item, text)
+        if (tell := self.on_text) is not None:  # read once: `parfor` may take it away meanwhile
+            tell(item, text)
 
     def diary(self, item: int) -> str:
         """Return the kept output of an item's last run."""

@@ -312,6 +312,18 @@ def test_of_each_item_the_last_attempt_is_kept() -> None:
     assert [feed.diary(item) for item in (3, 4, 5)] == ["cd\n", "b", ""]
 
 
+def test_the_listener_of_a_loop_may_go_at_any_time() -> None:
+    """In another thread, which does not wait for a text that just arrives."""
+    heard: list[str] = []
+    looks = iter([lambda _, text: heard.append(text), None])
+
+    class Leaving(LoopFeed):
+        on_text = property(lambda _: next(looks), lambda *_: None)  # type: ignore[assignment]
+
+    Leaving().add_text("a\n")
+    assert heard == ["a\n"]
+
+
 def test_of_an_item_that_prints_much_the_newest_mebibyte_is_kept() -> None:
     feed = LoopFeed()
     for number in range(200_000):
