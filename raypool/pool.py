@@ -1616,6 +1616,7 @@ class ParallelPool(StaffedView):
 
         Raises:
             ResourceError: Too few are available; the pool is not changed.
+            StartupError: A new worker did not start; those that did stay.
         """
         num_workers = checked_count("num_workers", num_workers, least=1)
         self._engine.check_open()

@@ -26,7 +26,7 @@ class WorkerInfo:
         gpu_uuids: Their UUIDs, as far as they are known.
         gpu_name: The model of its (first) GPU, such as "NVIDIA H200"; None without one, or if NVML
             does not know it.
-        state: "starting", "idle", "busy" or "lost".
+        state: "starting", "idle", "busy", "parked" or "lost".
     """
 
     index: int
