@@ -289,17 +289,6 @@ def offer(key: str, pickled: bytes, answer: Answer) -> None:
         answer(TAKEN)
 
 
-def add_source(source: Agents) -> None:
-    """Add the agents of a pool from whose workers values may come."""
-    sources.append(source)
-
-
-def drop_source(source: Agents) -> None:
-    """Remove a pool: no more values come from it."""
-    with contextlib.suppress(ValueError):  # it was dropped before
-        sources.remove(source)
-
-
 def _arrived(
     key: str, maxsize: int | None, policy: str, is_of_task: bool, is_closed: bool
 ) -> DataQueue[Any]:

@@ -97,7 +97,7 @@ class Dispatcher:
         elif gathering is not None:
             workers.join(worker, gathering)
         elif first is not None:
-            workers.bar(worker)
+            workers.move(worker, workers.wait_for_gang)
         else:
             workers.free(worker)
 

@@ -394,10 +394,6 @@ class Workers:
             for worker in self.assemble(gathering):
                 self.free(worker)
 
-    def bar(self, worker: Worker) -> None:
-        """Let a free worker wait for the gang that comes first for it."""
-        self.move(worker, self.wait_for_gang)
-
     def tear(self) -> None:
         """Let workers that wait for a gang check again what comes first for them."""
         for worker in [self.by_id[number] for number in self.wait_for_gang]:

@@ -844,7 +844,7 @@ class Timers:
     def _is_of_use(self, timer: TimerFired) -> bool:
         if timer.kind == "idle":
             return True
-        if timer.kind in ("retry", "look"):
+        if timer.kind == "retry":
             return timer.task_id in self._scheduler.backlog.tasks
         if timer.worker_id < 0:
             return self._scheduler.leaving is not None

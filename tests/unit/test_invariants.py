@@ -49,6 +49,12 @@ def collect_in(scheduler, places):
     gathering.gang = replace(gathering.gang, lane=Lane(places, places=dict.fromkeys(places)))
 
 
+def let_wait(scheduler, worker_id):
+    """Put a worker on the list of those that wait for a gang."""
+    workers = scheduler.workers
+    workers.move(workers.by_id[worker_id], workers.wait_for_gang)
+
+
 BROKEN = [
     ("lost or doubled", lambda s: setattr(s.backlog.tasks[0], "cursor", 5)),
     ("wrong count of items in flight", lambda s: setattr(s.backlog.tasks[0], "items_in_flight", 3)),
@@ -64,7 +70,7 @@ BROKEN = [
     ("on a wrong list", lambda s: setattr(s.workers.by_id[3], "state", WorkerState.STARTING)),
     ("does not know its list", lambda s: setattr(s.workers.by_id[3], "waiting_list", None)),
     ("not asked", lambda s: s.workers.check_lanes.setdefault(3)),
-    ("waits although task 3 could run", lambda s: s.workers.bar(s.workers.by_id[3])),
+    ("waits although task 3 could run", lambda s: let_wait(s, 3)),
     ("not one live worker", lambda s: setattr(s.workers.places[0], "worker_id", 1)),
     ("do not add up", lambda s: setattr(s.counts, "finished", 1)),
     ("keeps tasks", lambda s: setattr(s, "state", PoolState.CLOSED)),
@@ -100,6 +106,6 @@ def test_two_gangs_that_could_take_each_others_workers_are_noticed(gangs):
 
 def test_a_gang_that_waits_for_nothing_is_noticed(gangs):
     gangs.outcomes.end(gangs.backlog.tasks[1], TaskState.CANCELLED)
-    gangs.workers.bar(gangs.workers.by_id[2])
+    let_wait(gangs, 2)
     with pytest.raises(AssertionError, match="gang 2 waits although it could collect"):
         check_invariants(gangs)

@@ -29,7 +29,7 @@ from raypool import (
 )
 from raypool.channel import queues
 from raypool.channel.exchange import LocalExchange
-from raypool.channel.queues import add_source, deliver, drop_source, offer
+from raypool.channel.queues import deliver, offer
 from raypool.errors import LossReason
 from raypool.worker.running import this_process
 
@@ -658,9 +658,9 @@ class FakePool:
 def far_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePool]:
     monkeypatch.setattr("raypool.channel.exchange.END_TIMEOUT_S", 300.0)
     pool = FakePool()
-    add_source(pool)
+    queues.sources.append(pool)
     yield pool
-    drop_source(pool)
+    queues.sources.remove(pool)
     pool.exchange.close()
 
 

@@ -56,7 +56,7 @@ from raypool.backends.ray.worker import (
 )
 from raypool.channel.capture import Levels, levels_here
 from raypool.channel.hub import Hub
-from raypool.channel.queues import add_source, drop_source
+from raypool.channel.queues import sources
 from raypool.channel.records import Function, Part, Values, WorkerInfo
 from raypool.channel.traffic import Traffic
 from raypool.channel.users_code import Snapshot, changed_model, different_module
@@ -117,7 +117,7 @@ class RayBackend:
         self._agents = Agents(
             hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory, self._is_up
         )
-        add_source(self._agents)
+        sources.append(self._agents)
         self.devices, self.gpu_readings = self._agents.devices, self._agents.gpu_readings
         self._cards: SharedGpus | None = None
         if profile.workers_per_gpu == "auto":
@@ -589,7 +589,7 @@ class RayBackend:
         with contextlib.ExitStack() as last:  # done backwards, each whatever the others raise
             last.callback(leave_ray, bring_home, self._joined)
             last.callback(self._left.set)
-            last.callback(drop_source, self._agents)
+            last.callback(sources.remove, self._agents)
             last.callback(self._hub.close)
             last.callback(self._agents.close)
             last.callback(self._nodes.close)

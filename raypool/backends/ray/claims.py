@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypool.backends.ray import client, shortages
 from raypool.backends.ray.calls import UNRECORDED, ask_node, given_gpus
 from raypool.backends.ray.demand import (
+    NO_LIMIT,
     NONE,
     Demand,
     Growth,
@@ -176,9 +177,6 @@ def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
 
 # --- claims on any GPUs or cores ------------------------------------------------------------------
 
-
-NO_LIMIT = 10**6
-"""No limit: the user has given no number."""
 
 SETTLE_S = 1.0
 """How long to wait for resources that seem taken, if any number will do: they may have been given

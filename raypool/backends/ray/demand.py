@@ -209,7 +209,7 @@ class Growth:
     def holds(self, demand: Demand) -> int:
         """Return how many claims the cluster could hold if it were fully grown and empty."""
         if self.most is None:
-            return UNKNOWN
+            return NO_LIMIT
         there = sum(demand.fits(node) for node in living_nodes() if HEAD in node["Resources"])
         left = self.most
         kinds = ((demand.fits(node), count) for node, count in self.kinds)
@@ -219,8 +219,8 @@ class Growth:
         return there
 
 
-UNKNOWN = 10**6
-"""As many as anybody asks for."""
+NO_LIMIT = 10**6
+"""More workers than anybody asks for: no number was given, or nobody knows how many fit."""
 
 NONE = Growth()
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from raypool.backends.ray import shortages
 from raypool.backends.ray.claims import (
-    NO_LIMIT,
     POLL_S,
     Choice,
     Claim,
@@ -33,6 +32,7 @@ from raypool.backends.ray.claims import (
 )
 from raypool.backends.ray.client import is_outside
 from raypool.backends.ray.demand import (
+    NO_LIMIT,
     NONE,
     Demand,
     Need,
