@@ -13,7 +13,7 @@ from raypool.channel.store import way_finder_here
 from raypool.errors import InvalidValueError, RankInterrupted, TaskCancelled
 from raypool.spmd import collectives, composite
 from raypool.spmd.collectives import Op
-from raypool.spmd.failures import is_disconnect
+from raypool.spmd.failures import is_disconnect, summary
 from raypool.spmd.group import (
     Assignment,
     AtHand,
@@ -476,7 +476,7 @@ class RankFunction:
                     context._end()
         except BaseException as error:
             _shield()  # as above
-            outcome: Exception | None = _interruption(error, group, has_returned)
+            outcome: Exception | None = _interruption(error, assignment, group, has_returned)
             if group is not None and group.mismatch is not None:
                 outcome = group.mismatch  # the watch closed the group: torch may raise anything
             _part(assignment, group)
@@ -509,7 +509,7 @@ def _part(assignment: Assignment, group: Group | None) -> None:
 
 
 def _interruption(
-    error: BaseException, group: Group | None, has_returned: bool
+    error: BaseException, assignment: Assignment, group: Group | None, has_returned: bool
 ) -> RankInterrupted | None:
     """Return the error of a rank that was ended from outside; None if it failed by itself."""
     note = note_here()
@@ -523,29 +523,37 @@ def _interruption(
     while here is not None and id(here) not in story:  # a chain of errors may be a circle
         story[id(here)] = here
         here = here.__context__
-    is_cut_off = any(map(is_disconnect, story.values()))
+    # a single rank has no connection to lose
+    cut_off = [each for each in story.values() if assignment.world_size > 1 and is_disconnect(each)]
     if group is None and isinstance(error, ConnectionError):
         looking = AtHand("while it looked for the others", 0, None)
         return RankInterrupted(f"It did not find the other ranks: {error}", at_hand=looking)
-    if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story.values()):
+    is_told = any(isinstance(each, TaskCancelled) for each in story.values())
+    if not cut_off and not is_told:
         return None
     at_hand = None if group is None else group.at_hand
     if at_hand is None and has_returned:
         at_hand = AtHand("at the end of the call", 0, None)
-    elif at_hand is None and is_cut_off and group is not None:  # it waited in native code
+    elif at_hand is None and cut_off and group is not None:  # it waited in native code
         at_hand = AtHand("in a collective of torch.distributed", 0, None)
     own = [  # the innermost line of the user's own tells most
         f"{frame.filename}:{frame.lineno} in {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename
     ]
-    place = own[-1] if own else ""
+    place = own[-1] if own and group is not None else ""
     if at_hand is None:
         where = f"at {place}" if place else "before it began"
     else:
         where = f"in {at_hand.operation}" if at_hand.number else at_hand.operation
-    return RankInterrupted(
-        f"It was interrupted {where}, because another rank had failed or the time was up.",
-        at_hand=at_hand,
-        place=place,
+    why = (
+        "another rank had failed or the time was up"
+        if is_told
+        else f"the connection to another rank broke: {summary(cut_off[-1]).rstrip('.')}"
     )
+    outcome = RankInterrupted(
+        f"It was interrupted {where}, because {why}.", at_hand=at_hand, place=place
+    )
+    if not is_told:
+        outcome.__cause__ = error  # perhaps nobody else knows more about what went wrong
+    return outcome

@@ -29,6 +29,9 @@ MARKS = (
 )
 """Messages of the plain RuntimeErrors that gloo and NCCL raise when a rank has gone."""
 
+LIBRARIES = ("gloo/", "NCCL")
+"""They also contain one of these (gloo names its source file), unlike errors of users' own."""
+
 
 def is_disconnect(error: BaseException | None) -> bool:
     """Whether an error means that the connection to other ranks broke, or comes from such an error.
@@ -43,7 +46,9 @@ def is_disconnect(error: BaseException | None) -> bool:
             # a port of one's own that is taken is no other rank's fault
             if "failed to listen" not in str(error):
                 return True
-        elif type(error) is RuntimeError and any(mark in str(error) for mark in MARKS):
+        elif type(error) is RuntimeError and all(
+            any(mark in str(error) for mark in marks) for marks in (MARKS, LIBRARIES)
+        ):
             return True
         error = (
             error.__cause__
@@ -70,17 +75,20 @@ def spmd_error(name: str, ends: Sequence[RankFailure], timeout_s: float | None) 
     if timeout_s is not None:
         return _late(name, ends, timeout_s)
     ends = sorted(ends, key=lambda end: end.at)
-    # without a culprit, the connections broke for an unknown reason
-    culprits = [end for end in ends if not _is_interrupted(end.error)] or ends[:1]
-    first = culprits[0]
-    failures = {end.rank: end.error for end in culprits}
+    culprits = [end for end in ends if not _is_interrupted(end.error)]
+    first = (culprits or ends)[0]
+    failures = {end.rank: end.error for end in culprits or [first]}
+    worker = f"worker {first.worker.index}, {where(first.worker)}"
     if isinstance(first.error, CollectiveError):
         fact = f"The ranks of {name} could not continue together: {first.error}"
-    else:
+    elif not culprits:
         fact = (
-            f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)})"
-            f" failed: {_summary(first.error)}"
+            f"The connections between the ranks of {name} broke, and no rank is known to have"
+            f" failed. Rank {first.rank} ({worker}) was the first to notice: {first.error}"
+            " The cause of this error has its traceback."
         )
+    else:
+        fact = f"Rank {first.rank} of {name} ({worker}) failed: {summary(first.error)}"
         cut = sum(_is_interrupted(end.error) for end in ends if end.rank not in failures)
         rest = [f"{len(culprits) - 1} more failed"] if len(culprits) > 1 else []
         if cut:
@@ -142,7 +150,7 @@ def _doing(error: BaseException) -> str:
         return f"was at {error.place}" if error.place else "had not begun"
     if _is_interrupted(error):
         return "did not answer, and was killed with its worker"
-    return f"failed: {_summary(error).rstrip('.')}"
+    return f"failed: {summary(error).rstrip('.')}"
 
 
 def _operation(error: RankInterrupted) -> str:
@@ -154,7 +162,8 @@ def _operation(error: RankInterrupted) -> str:
     return f"in {name}{whom} (the {ordinal(count)} operation of the call)"
 
 
-def _summary(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
+    """Return an error in one line of a traceback: its type and text."""
     text, kind = str(error), type(error).__name__
     if isinstance(error, WorkerLostError):  # a sentence about the worker, complete without its kind
         return text

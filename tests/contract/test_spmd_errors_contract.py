@@ -77,6 +77,26 @@ def test_all_ranks_raise(pool: ParallelPool) -> None:
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_connection_of_the_functions_own_that_breaks(pool: ParallelPool, workers: int) -> None:
+    """Its rank has failed: a single one has no other to lose, and the text is not torch's."""
+
+    def fn(context: Any) -> None:
+        import torch.distributed as dist
+
+        if context.rank == 0:
+            kind = dist.DistNetworkError if context.world_size == 1 else RuntimeError
+            raise kind("Connection refused by data server")
+        context.barrier()
+
+    text = "Rank 0 of .*: Connection refused by data server"
+    with pytest.raises(SpmdError, match=text) as caught:
+        pool.spmd(fn, workers=workers)
+    assert set(caught.value.failures) == {0}
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.everywhere
 def test_ranks_that_do_not_do_the_same(pool: ParallelPool) -> None:
     def skip(context: Any) -> Any:
         return None if context.rank == 1 else context.all_reduce(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from raypool import (
     WorkerLostError,
     current_task,
 )
+from raypool.errors import RankInterrupted
 
 pytest.importorskip("torch")
 
@@ -266,6 +268,39 @@ def test_what_goes_wrong_while_a_rank_tidies_up(pool: ParallelPool) -> None:
     error = fail(pool, fn)
     assert set(error.failures) == {2}
     assert "2 were interrupted because of it" in str(error)
+
+
+def test_the_error_of_torch_is_told_where_its_group_cannot_be_made(pool: ParallelPool) -> None:
+    """All ranks get one, and none of them is known to have failed: it is all that there is."""
+
+    def break_torch() -> None:
+        import torch.distributed as dist
+
+        from raypool.spmd import group
+
+        def make_world(*_: Any) -> None:
+            raise dist.DistBackendError("NCCL error: unhandled system error")
+
+        make_world.whole = group.make_world  # type: ignore[attr-defined]
+        group.make_world = make_world
+
+    def mend_torch() -> None:
+        from raypool.spmd import group
+
+        group.make_world = group.make_world.whole  # type: ignore[attr-defined]
+
+    pool.parfeval_on_all(break_torch).result(300)
+    try:
+        workers = [worker.index for worker in pool.workers][:0:-1]
+        with pytest.raises(SpmdError, match="no rank is known to have failed") as caught:
+            pool.spmd(add_up, workers=workers)  # in this order: a group that is not there yet
+    finally:
+        pool.parfeval_on_all(mend_torch).result(300)
+    text = "interrupted before it began, because .* broke: DistBackendError: NCCL error: unhandled"
+    assert re.search(text, str(caught.value))
+    interrupted = caught.value.__cause__
+    assert isinstance(interrupted, RankInterrupted)
+    assert "in make_world" in str(interrupted.__cause__), "its traceback on the worker"
 
 
 @pytest.mark.quick

@@ -79,6 +79,7 @@ def test_connections_that_broke_by_themselves_name_the_first_who_noticed():
     ends = [end(0, interrupted("all_reduce"), at=5.0), end(1, interrupted("all_reduce"), at=4.0)]
     error = spmd_error("train", ends, None)
     assert error.first_rank == 1
+    assert "no rank is known to have failed. Rank 1 (worker 11, lab, GPU 1) was" in str(error)
 
 
 def test_ranks_that_did_not_meet_are_told_what_each_wanted():
