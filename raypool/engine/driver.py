@@ -342,7 +342,7 @@ class Driver:
         commands = self.scheduler.handle(event, now)
         if commands and isinstance(commands[0], m.ParkWorker):
             self._tell.note(explanations.parked(len(commands)))
-        for command in commands:
+        for command in _in_order(commands):
             self._carry_out(command, turn)
         if turn.missed:
             # they run again, unless the scheduler has settled them just now
@@ -648,6 +648,13 @@ class Turn:
             for piece, result in self.results[items.task_id]
             if piece.start <= items.start < piece.stop
         )
+
+
+def _in_order(commands: list[m.Command]) -> list[m.Command]:
+    """Put a gang behind all else: one that has failed has to leave its warm group before that."""
+    if m.RunGang in map(type, commands):
+        commands.sort(key=lambda command: type(command) is m.RunGang)
+    return commands
 
 
 def is_awaited(piece: Slice, attempt_id: int, scheduler: Scheduler) -> bool:

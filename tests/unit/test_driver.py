@@ -20,6 +20,7 @@ from raypool import (
     PoolBrokenError,
     PoolPreemptedError,
     Results,
+    SpmdError,
     WorkerLostError,
     wait,
 )
@@ -29,7 +30,7 @@ from raypool.engine.engine import submit_call
 from raypool.errors import LossReason
 from raypool.options import Options, Where
 from raypool.testing import FaultPlan, sim_pool
-from tests.unit.scripted import Call, News, Workers, done, scripted
+from tests.unit.scripted import Call, News, Workers, at_once, done, scripted
 
 
 def train(item: int) -> int:
@@ -481,3 +482,20 @@ def test_a_call_on_all_workers_whose_nodes_all_go() -> None:
     pool = sim_pool(2, FaultPlan(item_s=100.0, preempted_s=1.0))
     with pool, pytest.raises(PoolPreemptedError):
         pool.spmd(lambda context: context.rank)
+
+
+# --- gangs ----------------------------------------------------------------------------------------
+
+
+def test_ranks_behind_a_gang_that_has_failed_meet_in_a_group_of_their_own() -> None:
+    """The answer that frees the last worker of the first also starts the second."""
+    pool, workers = scripted(2)
+    workers.script = lambda call: ()
+    first, second = (pool.spmd_async(lambda context: None) for _ in range(2))
+    workers.script = at_once
+    for call in list(workers.calls):
+        workers.tell(call.finished(done(call.parts[0], errors={0: ValueError("x")})))
+    assert isinstance(first.exception(300), SpmdError)
+    second.result(300)
+    numbers = [assignment.number for call in workers.calls for assignment in call.items]
+    assert numbers == [0, 0, 1, 1]
