@@ -244,7 +244,7 @@ class CheckpointFolders:
         key = (note.task_id, index, note.attempt)
         with self._locks.setdefault(key, threading.RLock()):
             if key not in self._copies:
-                folder = self.temporary() / "-".join(map(str, key))
+                folder = self._folder_of_copy(key)
                 shutil.rmtree(folder, ignore_errors=True)  # of a fetch that was interrupted
                 self._copies[key] = LocalCopy(storage, names[index], folder / "checkpoint")
             return self._copies[key].folder
@@ -268,11 +268,16 @@ class CheckpointFolders:
             OSError: It cannot be uploaded.
         """
         key = (note.task_id, index, note.attempt)
-        if key in self._copies:
-            self.upload(note, index)
-            copy = self._copies.pop(key)
-            del self._locks[key]
-            shutil.rmtree(copy.folder.parent, ignore_errors=True)
+        if key in self._locks:  # perhaps without a copy: it could not be fetched
+            try:
+                self.upload(note, index)
+            finally:
+                self._copies.pop(key, None)
+                del self._locks[key]
+                shutil.rmtree(self._folder_of_copy(key), ignore_errors=True)
+
+    def _folder_of_copy(self, key: Key) -> Path:
+        return self.temporary() / "-".join(map(str, key))
 
 
 def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
@@ -516,7 +521,6 @@ class LocalCopy:
         self._storage = storage
         self._name = name
         self._kept = storage.listing(name)
-        self._looks: dict[str, Look] = {}
         for file, entry in self._kept.items():
             target = self.folder / file
             make_private(target.parent)
@@ -524,9 +528,9 @@ class LocalCopy:
                 stream.writelines(storage.read(name, file, entry.version))
             if target.stat().st_size != entry.size:
                 raise OSError(f"{file} of the checkpoint {name} changed while it was fetched")
-            look = _look_at(target)
-            if look is not None:
-                self._looks[file] = look
+            before = time.time_ns() - JUST_NOW_NS  # then every later change looks different
+            os.utime(target, ns=(before, before))
+        self._looks = {file: _look_at(self.folder / file) for file in self._kept}
 
     def upload(self) -> None:
         """Upload what has changed; until all of it has arrived, the old version counts.
@@ -535,9 +539,7 @@ class LocalCopy:
             OSError: It cannot be uploaded.
         """
         looks = {file: _look_at(self.folder / file) for file in files_in(self.folder)}
-        changed = [
-            file for file, look in looks.items() if look is None or look != self._looks.get(file)
-        ]
+        changed = [file for file, look in looks.items() if look != self._looks.get(file)]
         if not changed and looks.keys() == self._kept.keys():
             return
         version = self._storage.begin(self._name)
@@ -549,7 +551,7 @@ class LocalCopy:
             files[file] = StoredFile(size, version)
         self._storage.publish(self._name, version, files)
         self._kept = files
-        self._looks = {file: look for file, look in looks.items() if look is not None}
+        self._looks = looks
 
 
 def files_in(folder: Path) -> Iterator[str]:
@@ -561,9 +563,10 @@ def files_in(folder: Path) -> Iterator[str]:
                 yield str(file.relative_to(folder))
 
 
-def _look_at(file: Path) -> Look | None:
-    """Return how a file looks; None if a later change could look the same."""
+def _look_at(file: Path) -> Look:
+    """Return how a file looks, once no change after this can look the same."""
     found = file.stat()
-    if abs(time.time_ns() - found.st_mtime_ns) < JUST_NOW_NS:
-        return None
+    wait_ns = found.st_mtime_ns + JUST_NOW_NS - time.time_ns()
+    if 0 < wait_ns < 2 * JUST_NOW_NS:  # else it is old, or its time is of a clock that was set
+        time.sleep(wait_ns / 1e9)
     return Look(found.st_ino, found.st_size, found.st_mtime_ns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from raypool import (
     load_checkpoint,
     save_checkpoint,
 )
+from raypool.worker.folders import LOCK, UrlStorage
 
 pytestmark = pytest.mark.semantics
 
@@ -156,6 +158,29 @@ def test_a_place_that_cannot_be_written_is_the_error_of_the_item(
     with pytest.raises(OSError, match="file"):
         future.result(300)
     assert pool.parfeval(lambda: 1).result(300) == 1
+
+
+@pytest.mark.parametrize("step", ["read", "write"])
+def test_a_copy_that_cannot_be_fetched_or_uploaded_leaves_nothing_on_this_machine(
+    make_pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def train() -> None:
+        load_checkpoint()
+        save_checkpoint(torch.zeros(3))
+
+    def refuse(*_: Any) -> None:
+        raise OSError("the network is down")
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here"))
+    with make_pool(1) as pool:
+        view = pool.options(checkpoints=(tmp_path / "kept").as_uri())
+        view.parfeval(train).result(300)
+        monkeypatch.setattr(UrlStorage, step, refuse)
+        with pytest.raises(OSError, match="the network is down"):
+            view.parfeval(train).result(300)
+        (temporary,) = (tmp_path / "here").iterdir()
+        assert [path.name for path in temporary.iterdir()] == [LOCK]
 
 
 @pytest.mark.arguments
