@@ -224,6 +224,8 @@ def _run_guarded(
     try:
         here.guard.begin(note, result)
         if here.turns is not None:
+            if here.upkeep is not None and part.turn is not None:
+                here.upkeep.share = part.turn[0]
             here.turns.begin(part)
         _run_items(fn, items, own, part, here, result)
     finally:

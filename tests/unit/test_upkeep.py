@@ -16,6 +16,7 @@ from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import composite
 from raypool.worker import runner
 from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
+from raypool.worker.gpu_turns import GpuTurns
 from raypool.worker.interrupts import Interrupts
 from raypool.worker.runner import RawResult, Surroundings, run_parts
 
@@ -49,13 +50,24 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
 
 
-def run(upkeep: GpuMemoryCare | None, *functions: Callable[[], Any]) -> list[RawResult]:
+def run(
+    upkeep: GpuMemoryCare | None,
+    *functions: Callable[[], Any],
+    turns: GpuTurns | None = None,
+    turn: tuple[float, bool] | None = None,
+) -> list[RawResult]:
     """Run tasks, numbered from 0, in one call."""
     here = Surroundings(
-        WORKER, functions.__getitem__, list, Interrupts(), lambda *_: None, upkeep=upkeep
+        WORKER,
+        functions.__getitem__,
+        list,
+        Interrupts(),
+        lambda *_: None,
+        upkeep=upkeep,
+        turns=turns,
     )
     calls = [
-        Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True)
+        Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True, turn=turn)
         for task_id, _ in enumerate(functions)
     ]
     return run_parts(7, calls, here)
@@ -128,6 +140,18 @@ def test_a_gpu_that_is_full_says_who_had_what(
     assert type(error).__name__ == "OutOfMemoryError"
     assert error.__notes__[-1] == f"raypool: its process had {said}"
     assert result.peak_memory_bytes == 500 * MIB
+
+
+def test_an_item_that_has_the_gpu_to_itself_is_told_so(
+    gpus: SimulatedGpus, upkeep: GpuMemoryCare, allocator: SimulatedAllocator, tmp_path: Path
+) -> None:
+    """In an "auto" pool, whose worker had a quarter of it before that."""
+    turns = GpuTurns(gpus, "0", 0.25, lambda: tmp_path)
+    upkeep.share = 0.25
+    (result,) = run(
+        upkeep, lambda: allocator.allocate(100 * 1024 * MIB), turns=turns, turn=(1.0, True)
+    )
+    assert result.errors[0].__notes__[-1].endswith("of here, GPU 0, which has 17.18 GB")
 
 
 def test_a_machine_that_is_full_says_so_too() -> None:

@@ -400,9 +400,7 @@ class PoolWorker:
             return LeftoverMemory("", None, is_spent=True)
         if self._upkeep is None:
             return None
-        fn_id, name, turn = parts[0].fn_id, parts[0].name, parts[0].turn
-        if turn is not None:
-            self._upkeep.share = turn[0]
+        fn_id, name = parts[0].fn_id, parts[0].name
         fn = self._functions.get(fn_id)
         leftover = self._upkeep.settle(function_name(fn) if fn is not None else str(name))
         self._is_spent = leftover is not None and leftover.is_spent
