@@ -413,7 +413,14 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
     torch = _torch()
     ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]]
     ways = [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
-    ways += [(torch.get_rng_state, torch.set_rng_state)] if torch is not None else []
+    if torch is not None:
+        # a CUDA that is not in use yet will begin with the last seed, by default that of the CPU
+        cuda = (
+            (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+            if torch.cuda.is_initialized()
+            else (torch.initial_seed, torch.cuda.manual_seed_all)
+        )
+        ways += [(torch.get_rng_state, torch.set_rng_state), cuda]
     ways += [(generator.get_state, generator.set_state) for generator in own]
     states = []
     for get_state, set_state in ways:

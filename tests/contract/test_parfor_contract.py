@@ -691,6 +691,25 @@ def test_a_seed_leaves_the_generators_of_this_process_alone(pool: ParallelPool) 
     assert (random.random(), np.random.random()) == expected
 
 
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_seed_leaves_the_generators_of_cuda_alone(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch, is_in_use: bool
+) -> None:
+    """As long as no GPU was used, torch keeps the last seed for the time when one will be."""
+    torch = pytest.importorskip("torch")
+    state: list[Any] = ["the user's"]
+    fakes = {
+        "is_initialized": lambda: is_in_use,
+        "manual_seed_all": state.append,
+        "get_rng_state_all": lambda: list(state),
+        "set_rng_state_all": lambda before: state.__setitem__(slice(None), before),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    pool.parfor(draw, range(3), seed=9)
+    assert state[-1] == ("the user's" if is_in_use else torch.initial_seed())
+
+
 @pytest.mark.threads
 def test_seeded_loops_of_one_process_do_not_disturb_each_other(make_pool: Any) -> None:
     begun, drawn = threading.Event(), threading.Event()
