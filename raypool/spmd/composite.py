@@ -89,14 +89,14 @@ def find(key: str, rank: int) -> Any:
         ) from None
 
 
-def read(key: str, rank: int) -> Any:
-    """Return the part as it travels, a GPU's tensor as a copy on the CPU; or `Gone`."""
+def read(key: str, rank: int, *, travels: bool = True) -> Any:
+    """Return the part, or `Gone`; if it travels, a GPU's tensor as a copy on the CPU."""
     try:
         value = _parts[key][rank]
     except KeyError:
         return Gone()
     torch = sys.modules.get("torch")
-    if torch is not None and issubclass(type(value), torch.Tensor) and value.is_cuda:
+    if travels and torch is not None and issubclass(type(value), torch.Tensor) and value.is_cuda:
         return value.detach().cpu().requires_grad_(value.requires_grad)
     return value
 
@@ -312,10 +312,11 @@ class Composite(Generic[T]):
         """Ask the workers of all these ranks at once, then yield their answers."""
         self._check_usable()
         entries = [self._present(rank) for rank in ranks]
+        travels = self._engine.profile.backend == "ray"
         asked = [
             None
             if entry.description.plain
-            else self._call(read, rank, "reading rank {} of a Composite")
+            else self._call(read, rank, "reading rank {} of a Composite", travels=travels)
             for rank, entry in zip(ranks, entries, strict=True)
         ]
         return (
@@ -375,10 +376,10 @@ class Composite(Generic[T]):
 
     # --- requests to workers ----------------------------------------------------------------------
 
-    def _call(self, fn: Any, rank: int, name: str, **value: Any) -> Future[Any]:
+    def _call(self, fn: Any, rank: int, name: str, **more: Any) -> Future[Any]:
         options = Options(retries=0, name=name.format(rank))
         where = Where(self._entries[rank].place)
-        return submit_call(self._engine, fn, (self._key, rank), value, options, where)
+        return submit_call(self._engine, fn, (self._key, rank), more, options, where)
 
     def _wait(self, rank: int, entry: PartInfo, future: Future[Any]) -> Any:
         try:
