@@ -20,6 +20,7 @@ from raypool.spmd.group import (
     Group,
     alone_in_torch,
     connect,
+    hide_world,
     hold_port,
     join,
     leave,
@@ -87,6 +88,8 @@ class SpmdContext:
     def _end(self) -> None:
         """Detach from the group when the call ends."""
         self._open_group = None  # the next call uses the group, and a kept context must not
+        if self._own_world is not None:
+            hide_world(self._own_world)
 
     def __repr__(self) -> str:
         return f"SpmdContext(rank={self.rank}, world_size={self.world_size})"

@@ -728,12 +728,44 @@ def discard_world(world: Any) -> None:
     _sever_gloo(world)
 
 
+_own_world: Any = None
+"""This process's own group of one rank; torch's default one as long as somebody has it."""
+
+_num_holders = 0
+_holding = threading.Lock()  # calls in several threads share it
+
+
 def alone_in_torch() -> Any:
-    """Return a group of this process alone, torch's default one if that is possible."""
+    """Return a group of this process alone, torch's default one if that is possible.
+
+    `hide_world` has to follow, where that is possible too.
+    """
+    global _own_world, _num_holders
     dist = distributed()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return dist.group.WORLD
+    with _holding:
+        if not dist.is_initialized():
+            if _own_world is not None and is_registered(_own_world):
+                swap_default(_own_world)
+            else:
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                _own_world = dist.group.WORLD
+            _num_holders = 0
+        if dist.group.WORLD is _own_world:
+            _num_holders += 1
+            return _own_world
     if dist.get_world_size() == 1:
         return dist.group.WORLD
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def hide_world(world: Any) -> None:
+    """Let a group from `alone_in_torch` be the default one no longer, unless others have it, too.
+
+    It stays open: models of DDP may belong to it.
+    """
+    global _num_holders
+    with _holding:
+        if world is _own_world:
+            _num_holders -= 1
+            if _num_holders == 0 and distributed().group.WORLD is world:
+                swap_default(None)

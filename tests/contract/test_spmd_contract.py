@@ -193,6 +193,30 @@ def test_a_function_runs_by_itself(pool: ParallelPool) -> None:
 
 
 @pytest.mark.semantics
+@pytest.mark.threads
+def test_a_single_rank_shows_a_default_group_while_it_runs(pool: ParallelPool) -> None:
+    """Always the same one, to which a model of DDP's belongs; calls at the same time share it."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def make(context: Any) -> Any:
+        assert context.process_group is dist.group.WORLD
+        pool.spmd(lambda inner: inner.process_group, workers=0)
+        assert dist.get_world_size() == 1
+        return DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    def use(context: Any, model: Any) -> bool:
+        model(torch.ones(1, 2)).sum().backward()
+        return model.process_group is context.process_group
+
+    models = pool.spmd(make, workers=1)
+    assert not dist.is_initialized()
+    assert list(pool.spmd(use, models)) == [True]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.semantics
 @pytest.mark.processes
 def test_arguments_are_those_of_the_time_of_the_call(pool: ParallelPool, make_pool: Any) -> None:
     """On Ray each rank has its own; in this process they are objects of the caller's."""
