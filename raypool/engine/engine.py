@@ -211,6 +211,11 @@ class Engine:
                 self._known_bytes -= len(oldest)
             return function
 
+    def anew(self, function: Function) -> Function:
+        """Return a function under another number: each worker opens it again."""
+        fn_id = next(self._function_ids)
+        return Function(fn_id, function.packed, function.name, function.project)
+
     def warn_of_generators(self, fn: Callable[..., Any]) -> None:
         """Warn, once for a function, of random generators that it uses: each worker has copies."""
         name = function_name(fn)

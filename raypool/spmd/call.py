@@ -327,7 +327,7 @@ def warm_groups_of(driver: Driver) -> WarmGroups:
 
 def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     engine: Engine,
-    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Any],
+    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Any] | Function,
     args: Sequence[Any],
     options: Options,
     size: int,
@@ -340,7 +340,7 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     With `is_loan` no rank is called: the caller has the workers' places until `Driver.end_loan`.
     `kind` makes the result from the answers.
     """
-    function = engine.function(run_rank)
+    function = run_rank if isinstance(run_rank, Function) else engine.function(run_rank)
     work = kind(engine, function, args, options, size)
     spec = TaskSpec(  # not `options.spec`: a rank never runs again, so `retries` is not for it
         -1,

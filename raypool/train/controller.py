@@ -356,11 +356,13 @@ class WarmLoop:
         # called as in functools.partial, so that messages have its name
         self.func = self.__wrapped__ = loop
 
-    def __call__(self, context: Any, config: Any, plan: TrainingAttempt) -> RankEnd:
+    def __call__(
+        self, context: Any, open_config: Callable[[], Any], plan: TrainingAttempt
+    ) -> RankEnd:
         """Run the loop as Ray Train would."""
         from raypool.train.ray_train import run_loop
 
-        return run_loop(context, self.func, config, plan)
+        return run_loop(context, self.func, open_config(), plan)
 
 
 class WarmRank(RankFunction):
@@ -394,18 +396,23 @@ class WarmWork(SpmdWork):
 
 
 class WarmLane:
-    """Runs a training's ranks as one call on all of them."""
+    """Runs a training's ranks as one call on all of them.
+
+    Each attempt begins with the loop and the config as they were when the user called.
+    """
 
     def __init__(self, engine: Engine, loop: Callable[..., Any], config: Any) -> None:
+        engine.check_open()  # else packing could start a new Ray
         self._engine = engine
-        self._loop = WarmRank(WarmLoop(loop))
-        self._config = config
+        self._function = engine.function(WarmRank(WarmLoop(loop)))
+        self._open_config = engine.opener(config, f"the config of {self._function.name}")
 
     def begin(
         self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
     ) -> Future[Any]:
         """Start an attempt; its result has a `RankEnd` for each rank."""
         self._engine.check_open()  # else cancelled, which would hide the last attempt's error
-        return submit_gang(
-            self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork
-        )
+        # a worker of the last attempt may have changed what the loop has captured
+        function = self._function if plan.attempt == 1 else self._engine.anew(self._function)
+        args = self._open_config, plan
+        return submit_gang(self._engine, function, args, options, size, places, kind=WarmWork)

@@ -286,6 +286,26 @@ def test_a_rank_that_is_lost_is_replaced(
     assert sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == EPOCHS
 
 
+def test_each_attempt_begins_with_what_was_given_at_the_call(pool: Any, tmp_path: Path) -> None:
+    """Whatever changes afterwards, here or on the worker that stays."""
+    scale, config, mark = [2], {"lr": 3}, tmp_path / "mark"
+
+    def loop(config: dict[str, Any]) -> int:
+        import ray.train
+
+        value = scale[0] * config["lr"]
+        scale[0] = config["lr"] = 0
+        if ray.train.get_context().get_world_rank() == 1 and not mark.exists():
+            mark.touch()
+            os._exit(7)
+        return value
+
+    run = pool.train(loop, config)
+    scale[0], config["lr"] = 5, 7
+    assert run.result(300).values == [6, 6]
+    assert run.attempts == 2
+
+
 def test_what_the_loop_raises_is_tried_again_if_it_was_named(
     shared_pool: ParallelPool, pool: Any, tmp_path: Path, whole: Any
 ) -> None:

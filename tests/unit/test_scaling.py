@@ -87,7 +87,8 @@ def test_after_ctrl_c_no_measurement_goes_on(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
 
     attempt = Interrupted("measure")
-    monkeypatch.setattr(scaling.WarmLane, "begin", lambda *_: attempt)
+    lane = SimpleNamespace(begin=lambda *_: attempt)
+    monkeypatch.setattr(scaling, "WarmLane", lambda *_: lane)
     recipe: Any = SimpleNamespace(engine=None, config=None, places=None)
     with pytest.raises(KeyboardInterrupt):
         scaling._steps(recipe, 1, scaling.Measure(1, 1, is_synchronized=True))
