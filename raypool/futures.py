@@ -275,7 +275,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         """How long it has run, or ran [s]; None if it has not started."""
         if self.duration_s is not None or self.started_at is None:
             return self.duration_s
-        return (datetime.now(UTC) - self.started_at).total_seconds()
+        return ((self.finished_at or datetime.now(UTC)) - self.started_at).total_seconds()
 
     @property
     def metrics(self) -> pd.DataFrame:

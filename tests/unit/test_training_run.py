@@ -476,6 +476,9 @@ def test_running_duration_is_that_of_the_attempts(tmp_path: Path) -> None:
     assert run.running_duration_s is not None
     assert run.running_duration_s >= 5
     run.cancel()
+    assert run.finished_at is not None
+    ended_after = run.finished_at - lane.attempts[0].started_at
+    assert run.running_duration_s == ended_after.total_seconds(), "it does not grow after the end"
 
 
 def test_folders_have_readable_names_of_their_own(
