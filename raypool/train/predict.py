@@ -148,7 +148,7 @@ class _Run:
                 share = math.ceil((total - first) / (size * 2 * width))
                 count = max(1, min(batches, share))
                 stop = min(first + count * size, total)
-                self._pending.append((self.submit(function, samples, first, stop), count))
+                self.submit(function, samples, first, stop, count)
                 first = stop
             future, count = self._pending[0]  # still pending: `close` cancels it after Ctrl-C
             try:
@@ -164,10 +164,16 @@ class _Run:
             )
         return packs
 
-    def submit(self, function: Function, samples: Inputs, start: int, stop: int) -> Future[Any]:
-        """Submit a piece."""
-        piece = samples.piece(start, stop)
-        return submit_call(self._engine, function, (piece,), {}, self._options, self._where)
+    def submit(
+        self, function: Function, samples: Inputs, start: int, stop: int, count: int = 1
+    ) -> Future[Any]:
+        """Submit a piece of `count` mini-batches; it is pending until somebody takes it."""
+        args = (samples.piece(start, stop),)
+        future: Future[Any] = submit_call(
+            self._engine, function, args, {}, self._options, self._where
+        )
+        self._pending.append((future, count))
+        return future
 
     def _note(self, future: Future[Any]) -> None:
         if future.worker is not None:

@@ -428,6 +428,17 @@ def test_the_model_is_on_the_device_of_the_worker(
     assert not predict._on_gpu, "and nothing stays behind"
 
 
+@pytest.mark.processes
+def test_the_gpu_of_the_worker_is_freed(
+    pool: ParallelPool, eventually: Callable[..., bool]
+) -> None:
+    """By a call of its own, also if there was nothing to predict."""
+    for count in (1, 0):
+        before = pool.statistics().submitted
+        pool.predict(make_model(), inputs(count))
+        assert eventually(lambda before=before: pool.statistics().submitted == before + 2)
+
+
 @pytest.mark.semantics
 @pytest.mark.processes
 def test_a_part_of_a_pool_and_a_named_worker(pool: ParallelPool) -> None:

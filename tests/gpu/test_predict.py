@@ -40,6 +40,8 @@ def test_the_model_is_on_the_gpu_while_it_predicts(eventually: Callable[..., boo
         assert torch.allclose(outputs, model(torch.from_numpy(x)).detach(), atol=1e-3)
         assert next(model.parameters()).device.type == "cpu"
         assert eventually(lambda: pool.parfeval(held_bytes).result(300) == before)
+        assert pool.predict(model, x[:0]).shape == (0, 1000)
+        assert eventually(lambda: pool.parfeval(held_bytes).result(300) == before)
 
 
 def test_a_model_that_is_on_a_gpu_travels() -> None:
