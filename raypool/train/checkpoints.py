@@ -385,15 +385,11 @@ class CheckpointCommit:
             outcome = self._deliver(delivery, partial)
         except Exception as error:
             own = error
-            if isinstance(error, OSError):
-                fault = self._disk_fault(error, "a checkpoint")
-            elif isinstance(error, InvalidValueError):
+            if isinstance(error, InvalidValueError):
                 fault = Fault("value", str(error))
             else:
                 why = f"{type(error).__name__}: {error}"
-                fault = Fault(
-                    "user", f"checkpoint_upload_fn has failed on rank {self._rank}: {why}"
-                )
+                fault = Fault("user", f"Rank {self._rank} could not deliver its checkpoint: {why}")
             outcome = RankOutcome(fault)
         outcomes = self._tell(outcome)
         _see(outcomes, own)
@@ -412,8 +408,7 @@ class CheckpointCommit:
             return RankOutcome(place=self._placed(delivery, partial.name))
         if not _is_local(delivery.checkpoint):
             with delivery.checkpoint.as_directory() as folder:
-                copy_in(folder, partial.path, self._rank)
-            return RankOutcome(has_copied=True)
+                return self._copied(folder, partial)
         source = self._local_folder(delivery.checkpoint)
         # it would copy itself, forever
         if partial.path.resolve().is_relative_to(source.resolve()):
@@ -421,7 +416,13 @@ class CheckpointCommit:
                 f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
                 f" {self._rank} has reported, {source}. Save the checkpoint to a separate folder."
             )
-        copy_in(source, partial.path, self._rank)
+        return self._copied(source, partial)
+
+    def _copied(self, folder: Folder, partial: Partial) -> RankOutcome:
+        try:
+            copy_in(folder, partial.path, self._rank)
+        except OSError as error:
+            return RankOutcome(self._disk_fault(error, "a checkpoint"))
         return RankOutcome(has_copied=True)
 
     def _local_folder(self, checkpoint: Any) -> Path:

@@ -630,7 +630,7 @@ def test_a_checkpoint_in_remote_storage_is_brought_here(
 
 @pytest.mark.semantics
 @pytest.mark.parametrize(
-    "what", ["missing", "file", "text", "name", "around", "upload", "returned"]
+    "what", ["missing", "file", "text", "name", "around", "upload", "offline", "away", "returned"]
 )
 def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, what: str) -> None:
     (tmp_path / "file").touch()
@@ -642,14 +642,20 @@ def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, wh
         "name": (InvalidValueError, "checkpoint_dir_name='a/b'"),
         "around": (InvalidValueError, "The folder of the run"),
         "upload": (ZeroDivisionError, "division"),
+        "offline": (ConnectionError, "no route"),
+        "away": (FileNotFoundError, "nowhere"),
         "returned": (InvalidValueError, "has returned a NoneType"),
     }
 
     def loop(config: dict[str, Any]) -> None:
+        import pyarrow.fs
         import ray.train
 
         def checkpoint(name: str) -> Any:
             return ray.train.Checkpoint.from_directory(Path(config["folder"]) / name)
+
+        def offline(checkpoint: Any, name: str) -> Any:
+            raise ConnectionError("no route to the bucket")
 
         if what in ("missing", "file"):
             ray.train.report({"a": 1}, checkpoint(what))
@@ -663,6 +669,11 @@ def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, wh
             ray.train.report(
                 {"a": 1}, checkpoint("good"), checkpoint_upload_fn=lambda c, name: 1 / 0
             )
+        elif what == "offline":
+            ray.train.report({"a": 1}, checkpoint("good"), checkpoint_upload_fn=offline)
+        elif what == "away":
+            storage = pyarrow.fs.SubTreeFileSystem("/", pyarrow.fs.LocalFileSystem())
+            ray.train.report({"a": 1}, ray.train.Checkpoint("nowhere", filesystem=storage))
         else:
             ray.train.report(
                 {"a": 1}, checkpoint("good"), checkpoint_upload_fn=lambda c, name: None
