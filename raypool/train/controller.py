@@ -215,10 +215,11 @@ class Controller:
     def _is_worth_another(self, error: SpmdError) -> bool:
         """Whether an attempt is left, and a lost worker or a `retry_on` exception calls for it."""
         kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
-        if self._run.cancelled() or not all(
-            isinstance(each, kinds) for each in error.failures.values()
-        ):
+        failures = error.failures.values()
+        if self._run.cancelled() or not all(isinstance(each, kinds) for each in failures):
             return False
+        if any(isinstance(each, TaskTimeoutError) for each in failures):
+            return False  # whatever `retry_on` names: the time limit covers all attempts
         # a worker that was lost with a preempted machine, with notice, costs no attempt
         self._num_forgiven += LossReason.PREEMPTED in _reasons(error)
         return self._run.attempts - self._num_forgiven <= self._options.retries

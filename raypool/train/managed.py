@@ -635,15 +635,15 @@ class ManagedAttempt:
 
     def _late(self) -> SpmdError:
         name, limit = self._plan.name, f"timeout_s={self._options.timeout_s:g}"
+        missing = [rank for rank in range(self._size) if rank not in self._ends]
         failures: dict[int, BaseException] = {
             rank: TaskTimeoutError(f"{name}: rank {rank} had not ended after {limit}.")
-            for rank in range(self._size)
-            if rank not in self._ends
+            for rank in missing or range(self._size)  # all have ended, but not the training
         }
-        first = min(failures, default=None)
+        first = min(failures)
         text = f"{name} had not ended after {limit}. Raise timeout_s, or check what it does."
         error = SpmdError(text, failures=failures, first_rank=first)
-        error.__cause__ = None if first is None else failures[first]
+        error.__cause__ = failures[first]
         return error
 
     def _error(self, error: BaseException) -> BaseException:

@@ -212,6 +212,8 @@ def test_who_was_late(attempt: Any) -> None:
     error = attempt._late()
     assert (error.first_rank, set(error.failures)) == (0, {0, 2})
     assert "timeout_s=1.5" in str(error)
+    attempt._ends = dict.fromkeys(range(3))
+    assert set(attempt._late().failures) == {0, 1, 2}, "if all have ended, the training has not"
 
 
 def test_what_ends_because_all_nodes_go_has_the_error_of_the_pool(attempt: Any) -> None:

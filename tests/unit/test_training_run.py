@@ -290,6 +290,15 @@ def test_the_time_limit_is_one_for_all_attempts(tmp_path: Path) -> None:
     assert 0 < lane.options[1].timeout_s < 100.0  # type: ignore[operator]
 
 
+def test_a_training_whose_time_is_up_does_not_run_again(tmp_path: Path) -> None:
+    """Whatever `retry_on` names: no time is left."""
+    lane = ScriptedLane(failed(TaskTimeoutError("it had not ended after timeout_s=100")), ENDS)
+    run = train(lane, tmp_path, Options(timeout_s=100.0, retry_on=(Exception,)))
+    with pytest.raises(TaskTimeoutError):
+        run.result(WAIT_S)
+    assert run.attempts == 1
+
+
 def test_fewer_workers_are_enough_if_that_was_said(tmp_path: Path) -> None:
     there = [0, 1]
     lane = ScriptedLane(lost(), ENDS)
