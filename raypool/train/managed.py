@@ -860,6 +860,7 @@ class ControllerHooks(
         self._coordinator = coordinator
         self._run_dir = run_dir
         self._name, self._attempt = plan.name, plan.attempt
+        self._reports: list[tuple[float, int, Any]] = []  # of rank 0, since the last checkpoint
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Send the controller's handle to the pool, which can abort it by this."""
@@ -868,13 +869,18 @@ class ControllerHooks(
         )
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Say that all ranks begin."""
+        """Say that all ranks begin, perhaps again from the last checkpoint."""
+        self._reports.clear()
         ray.get(self._coordinator.begin_group.remote())
 
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Note a checkpoint that Ray Train has kept, so that the run can resume in either lane."""
-        if training_report.checkpoint is not None and self._run_dir is not None:
-            add_reports(self._run_dir, self._name, [(time.time(), self._attempt, metrics[0])])
+        if self._run_dir is None:
+            return
+        self._reports.append((time.time(), self._attempt, metrics[0]))
+        if training_report.checkpoint is not None:
+            add_reports(self._run_dir, self._name, self._reports)
+            self._reports.clear()
             note_down(
                 Path(training_report.checkpoint.path),
                 next_index(self._run_dir),

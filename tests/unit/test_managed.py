@@ -39,6 +39,7 @@ from raypool.errors import (
     TrainingError,
     WorkerLostError,
 )
+from raypool.journal.reading import reports_in
 from raypool.options import Options
 from raypool.spmd.call import submit_gang
 from raypool.train import managed
@@ -117,6 +118,27 @@ def test_a_checkpoint_to_resume_from_needs_no_metric(monkeypatch: pytest.MonkeyP
         utils.report({"los": 1.0}, checkpoint="a checkpoint")
     utils.report({}, checkpoint="a checkpoint")
     assert reported == [{"checkpoint": "a checkpoint"}]
+
+
+# --- what is kept of its reports ------------------------------------------------------------------
+
+
+def test_a_checkpoint_brings_all_reports_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the warm lane. Ranks that begin again report again what came after it."""
+    monkeypatch.setattr(managed.ray, "get", lambda answer: answer)
+    begin: Any = types.SimpleNamespace(remote=lambda: None)
+    plan = TrainingAttempt("mine", 1, str(tmp_path))
+    hooks = managed.ControllerHooks(types.SimpleNamespace(begin_group=begin), str(tmp_path), plan)
+    (tmp_path / "model").mkdir()
+    model = types.SimpleNamespace(path=str(tmp_path / "model"))
+    for group in ([(0, None), (1, model), (2, None)], [(2, None), (3, model), (4, None)]):
+        hooks.before_worker_group_start(None)
+        for step, checkpoint in group:
+            hooks.after_report(types.SimpleNamespace(checkpoint=checkpoint), [{"step": step}])
+    name, rows = reports_in(tmp_path)
+    assert (name, [metrics["step"] for *_, metrics in rows]) == ("mine", [0, 1, 2, 3])
 
 
 # --- the workers ----------------------------------------------------------------------------------
