@@ -92,17 +92,18 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
             kept = replace(kept, keep_checkpoints=1)
     _check_best_metric(kept, options, lane)
     target, size, only = view._ranks(workers)
-    by_number = {worker.index: worker for worker in target._workers()}
+    there = target._numbers()  # without workers that are about to leave
+    by_number = {worker.index: worker for worker in target._workers() if worker.index in there}
     numbers = by_number if only is None else [place for place in only if place in by_number]
     candidates = [by_number[number] for number in list(numbers)[:size]]
     is_new = kept.run_dir is None or latest(kept.run_dir) is None
     start = str(kept.start_from) if is_new and kept.start_from is not None else None
     call = prepare_fit(model, data, loss, options, candidates, start)
-    if not target._engine.profile.quiet:
+    if not view._engine.profile.quiet:  # with workers=0 `target` has its own profile
         for note in call.notes:
             sys.stdout.write(f"raypool: {note}\n")
     # a training on all of them is not bound to these: their replacements will do
-    is_of_all = call.ranks == target._numbers()
+    is_of_all = call.ranks == there
     chosen: Workers = len(call.ranks) if is_of_all else call.ranks
     if target._is_serial:  # its only rank is in this process; the pool has another worker 0
         chosen = workers

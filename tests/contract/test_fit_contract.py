@@ -9,7 +9,7 @@ import copy
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -131,13 +131,30 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
 
 
 @pytest.mark.threads
-def test_workers_0_is_this_process(make_gate: Any) -> None:
+def test_workers_0_is_this_process(make_gate: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gate = make_gate()
     with parpool(1, profile="threads", quiet=True) as pool:
         pool.parfeval(gate.wait)  # so that a training on the worker would wait
         run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options(), workers=0)
         assert run.result(WAIT_S).model is not None
         gate.open()
+    assert "leaves out" not in capsys.readouterr().out, "the pool is quiet"
+
+
+@pytest.mark.threads
+def test_a_worker_that_is_about_to_leave_does_not_train(
+    make_gate: Any, eventually: Callable[..., bool]
+) -> None:
+    gate = make_gate()
+    with parpool(2, profile="threads", quiet=True) as pool:
+        stays = pool.options(worker=1).parfeval(gate.wait)
+        assert eventually(stays.running)
+        leaves = pool.parfeval(gate.wait)
+        assert eventually(leaves.running)
+        pool.resize(1)  # worker 0 goes, after what it runs: worker 1 has a task that must be there
+        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options())
+        gate.open()
+        assert run.result(WAIT_S).model is not None
 
 
 class Two(nn.Module):
