@@ -983,7 +983,7 @@ class PoolView(concurrent.futures.Executor):
         Args:
             loop: A function of one argument, or of none, that every rank calls:
                 `train_loop_per_worker` of a `TorchTrainer`.
-            config: The argument of the loop.
+            config: The argument of the loop, whether or not it has a default.
             workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
                 first. 0: a single rank, in this process. None: all.
             lane: "warm": the pool's workers run the loop, by Ray Train's local mode, at once.

@@ -104,7 +104,7 @@ from raypool.train.checkpoints import (
     note_down,
     ranked,
 )
-from raypool.train.ray_train import checked
+from raypool.train.ray_train import checked, with_config
 from raypool.train.runs import RunOptions, TrainingResult
 from raypool.worker.running import (
     TaskContext,
@@ -926,11 +926,7 @@ class ManagedLoop:
         utils = _Utils(coordinator, self._plan, note)
         set_train_fn_utils(utils)
         try:
-            loop, config = unpack(self._packed)
-            try:
-                inspect.signature(loop).bind()
-            except TypeError:  # as Ray Train does: a loop that needs it gets the configuration
-                loop = functools.partial(loop, {} if config is None else config)
+            loop = with_config(*unpack(self._packed))
             value = snapshot(loop(), f"what rank {rank} returns back")
         except BaseException as error:
             is_cut_off, at = is_disconnect(error), time.time()  # before anything that takes time

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -62,8 +63,20 @@ def run_loop(
     session = Session(context, plan, note_here())
     session.begin()
     with _entered(session):
-        value = _Trainer(session, loop, config).fit()
+        value = _Trainer(session, with_config(loop, config)).fit()
     return RankEnd(value, session.metrics)
+
+
+def with_config(loop: Callable[..., Any], config: Any) -> Callable[[], Any]:
+    """Return a loop with its argument; without a config, one that needs it gets an empty dict."""
+    # Ray Train would call a loop whose argument has a default without the config.
+    signature = inspect.signature(loop)
+    choices: list[tuple[Any, ...]] = [(), ({},)] if config is None else [(config,)]
+    for arguments in choices:
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return functools.partial(loop, *arguments)
+    return loop  # it takes none
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
@@ -73,10 +86,9 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
     # the whole process. But the ranks have a group already, and two trainings may run in two
     # threads. So this class replaces it. (Private: there is no public way.)
 
-    def __init__(self, session: Session, loop: Callable[..., Any], config: Any) -> None:
+    def __init__(self, session: Session, loop: Callable[[], Any]) -> None:
         super().__init__(
             loop,
-            train_loop_config=config,
             scaling_config=_local_mode(),
             run_config=RunConfig(name=session.get_context().get_experiment_name()),
         )

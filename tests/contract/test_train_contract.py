@@ -122,7 +122,8 @@ def test_what_a_loop_finds_out(train: Callable[..., Any], size: int) -> None:
 def test_a_loop_without_an_argument(train: Callable[..., Any], size: int) -> None:
     assert train(lambda: "done", {"ignored": 1}).values == ["done"] * size
     assert train(lambda config: config).values == [{}] * size
-    assert train(lambda a=5: a, {"ignored": 1}).values == [5] * size
+    assert train(lambda a=5: a).values == [5] * size
+    assert train(lambda a=5: a, {"used": 1}).values == [{"used": 1}] * size
 
 
 @pytest.mark.everywhere
