@@ -268,8 +268,7 @@ class Controller:
         text, failures, first_rank = str(error), {}, None
         if isinstance(error, SpmdError):
             failures, first_rank = error.failures, error.first_rank
-        elif run.attempts > 1:
-            left = len(ranks.left)
+        elif run.attempts > 1 and (left := len(ranks.left)) < ranks.size:
             text = (
                 f"{run.name} has lost a worker for good: requested {ranks.size}, available {left}."
                 f" With RunOptions(min_workers={max(left, 1)}) it continues with the remaining"

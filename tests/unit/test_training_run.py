@@ -238,7 +238,7 @@ def test_a_lost_machine_explains_one_attempt_without_room(tmp_path: Path) -> Non
     """If all workers are there, something else takes the room: that is the error."""
     gone = ResourceError("No core is free.", requested=1, available=0, holders=())
     lane = ScriptedLane(lost(reason=LossReason.NODE), gone, gone)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match="No core is free") as caught:
         train(lane, tmp_path, Options(retries=1)).result(WAIT_S)
     assert caught.value.__cause__ is gone
     assert len(lane.plans) == 3
