@@ -1067,8 +1067,9 @@ class PoolView(concurrent.futures.Executor):
                 dict. The model gets inputs in a tuple as positional arguments, inputs in a dict as
                 arguments by name (if it has none of these names, the dict, or the only input of
                 samples that are dicts); a list that your `collate_fn` returns is one argument.
-                Arrays, tables, Python's numbers and 64-bit floats of a `Dataset` become the type of
-                the model's parameters; other tensors stay as they are.
+                Floating-point arrays, tables and Python numbers, and 64-bit floats of a `Dataset`,
+                become the type of the model's parameters, and integer targets in arrays int64;
+                everything else stays as it is.
             loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
                 `ignore_index`) is exact on one worker only, and a warning says so.

@@ -140,8 +140,7 @@ class Controller:
         )
         if plan.attempt == 1:
             self._first_start = plan.start
-        retries = self._options.retries + self._num_forgiven
-        options = replace(self._options, name=run.name, retries=retries)
+        options = replace(self._options, name=run.name)
         if options.timeout_s is not None:  # it covers all attempts
             options = replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
         attempt = self._lane.begin(plan, ranks.size, ranks.places, options)

@@ -501,7 +501,7 @@ class Learner:
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
         """Let this backward pass reduce gradients, or defer it."""
-        if self.ranks.size > 1 and self.is_sharded:
+        if self.is_sharded:
             # FSDP2 has this instead of no_sync()
             self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
         elif self.ranks.size > 1 and not is_due:

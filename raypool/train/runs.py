@@ -246,8 +246,8 @@ class TrainingRun(Future[TrainingResult]):
 
     @property
     def attempts(self) -> int:
-        """The number of starts, by the pool or by Ray Train's controller."""
-        return sum(max(1, each.attempts) for each in self._tries)
+        """The number of attempts, without restarts by Ray Train itself (`failure_config`)."""
+        return len(self._tries)
 
     @attempts.setter
     def attempts(self, value: int) -> None:
