@@ -101,14 +101,12 @@ class DurableLoop(LoopWork):
             JournalError: It is in use, was made for something else, or cannot be written.
         """
         source = source_of(fn)
-        if rerun == "all":
-            source = source._replace(given=None)  # it may hold other values then
         run = 1
         if isinstance(run_dir, RunPart):
             options, run = options._replace(order=run_dir.items), run_dir.run
-        journal = Journal.open(
-            Path(run_dir).expanduser().absolute(), source.function, options.seed, source, run
-        )
+        folder = Path(run_dir).expanduser().absolute()
+        takes_any = rerun == "all"
+        journal = Journal.open(folder, source.function, options.seed, source, run, takes_any)
         try:
             return cls(function, options, journal, rerun, source)
         except BaseException:  # Ctrl-C: the folder must not stay locked

@@ -79,6 +79,11 @@ def changes(old: FunctionSource, new: FunctionSource) -> list[str]:
     found: list[str] = []
     if old.fingerprint is not None and new.fingerprint is not None:
         found += Fingerprint(*new.fingerprint).changes(Fingerprint(*old.fingerprint))
+    if None not in (old.given, new.given) and old.given != new.given:
+        found.append(
+            f"has {new.words or 'no arguments'} from functools.partial, and had"
+            f" {old.words or 'none'} when they were computed"
+        )
     if None not in (old.held, new.held) and old.held != new.held:
         found.append(
             "holds different values (in a partial, a closure, defaults, or its object) than when"

@@ -100,6 +100,7 @@ class Journal:
         seed: int | None,
         source: FunctionSource | None = None,
         run: int = 1,
+        takes_any: bool = False,
     ) -> Self:
         """Lock the folder, make or open its journal, and begin the next run in it.
 
@@ -111,6 +112,7 @@ class Journal:
             seed: The seed of the run.
             source: Where the function is defined, for replays.
             run: The least number of the run: that of the run that this journal is a part of.
+            takes_any: Whether a partial may pass other arguments than in the last run.
 
         Raises:
             JournalError: It or a part of it is in use, it is for another function or seed, or it is
@@ -134,7 +136,8 @@ class Journal:
                 if lost := lost_with_log(folder, lock.outcomes_before, contents):
                     logger.warning("%s", lost)
                 check_same(folder, contents, function, seed)
-                check_given(folder, contents, source)
+                if not takes_any:
+                    check_given(folder, contents, source)
                 take_parts(folder, connection, contents)
                 journal = cls(folder, lock, connection, contents, run)
                 journal._begin(function, seed, source)

@@ -204,6 +204,20 @@ def test_a_function_that_holds_something_else_is_pointed_out(
     assert "holds different values" in caplog.text
 
 
+def test_other_arguments_of_a_partial_are_taken_only_by_a_call_that_runs_everything(
+    pool: ParallelPool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two, three, four = (functools.partial(operator.mul, factor) for factor in (2, 3, 4))
+    pool.parfor(two, [1, 2], run_dir=folder)
+    assert list(pool.parfor(three, [1], run_dir=folder, rerun="all")) == [3]  # as if interrupted
+    with pytest.raises(JournalError, match=r"with 3 from functools.partial; this call passes 4"):
+        pool.parfor(four, [1], run_dir=folder)
+    assert not caplog.records
+
+    assert list(pool.parfor(three, [1, 2], run_dir=folder)) == [3, 4]
+    assert "mul has 3 from functools.partial, and had 2 when they were computed" in caplog.text
+
+
 DECORATED = """
 import functools
 
