@@ -103,6 +103,13 @@ def add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an exception; none if its class does not give them, as a user's may."""
+    with contextlib.suppress(Exception):
+        return [str(note) for note in getattr(error, "__notes__", None) or ()]
+    return []
+
+
 class RaypoolError(Exception):
     """Base of all errors of raypool; catch it to catch them all."""
 

@@ -466,6 +466,8 @@ class LoopRun:
                 self._total = size + len(work.restored)
                 self._driver.submit(work, spec._replace(size=size))
             self._wait(lambda: work.is_done)
+            if work.broken_by is not None:
+                self.cancel()  # the journal's writer may have given up while items run
             work.catch_up()
             self._pass_reports_on()
             if self._report_error is not None:
@@ -871,7 +873,7 @@ def _rows(
 
 def attach(error: BaseException, results: Results[Any]) -> None:
     """Attach the results so far to an exception, if it can carry them."""
-    with contextlib.suppress(AttributeError):  # frozen, or `results` is a property
+    with contextlib.suppress(Exception):  # the user's class may refuse attributes
         error.results = results  # type: ignore[attr-defined]
 
 

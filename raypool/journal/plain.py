@@ -56,7 +56,7 @@ def encode(value: Any) -> str | None:
         return json.dumps(
             _tagged(value, 0, [0]), ensure_ascii=False, separators=(",", ":"), check_circular=False
         )
-    except _NotPlainError:
+    except (_NotPlainError, RuntimeError):  # a function in another thread still changes it
         return None
 
 

@@ -13,6 +13,7 @@ from raypool.errors import (
     RemoteTraceback,
     SerializationError,
     TaskError,
+    notes_of,
     traceback_text,
 )
 from raypool.journal.files import (
@@ -250,11 +251,10 @@ def described(error: BaseException) -> str:
     else:
         lines = ""
     kind = type(error)
-    notes = [str(note) for note in getattr(error, "__notes__", None) or () if isinstance(note, str)]
     said = {
         "type": f"{kind.__module__}.{kind.__qualname__}",
         "text": _safely(lambda: str(error)),
-        "notes": notes,
+        "notes": notes_of(error),
         "traceback": lines,
     }
     return _fitting(said)

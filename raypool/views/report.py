@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
+from raypool.errors import InvalidValueError, RemoteTraceback, notes_of, traceback_text
 from raypool.journal.provenance import facts_of
 from raypool.views.drawing import (
     COLORS,
@@ -325,9 +325,8 @@ def traceback_of(error: BaseException) -> str:
         text = cause.text if isinstance(cause, RemoteTraceback) else traceback_text(error)
     except Exception:  # the user's own __str__
         return ""
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
     # a worker's text has the notes that were added there
-    whole = "\n".join([text.rstrip(), *(note for note in notes if note not in text)])
+    whole = "\n".join([text.rstrip(), *(note for note in notes_of(error) if note not in text)])
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 

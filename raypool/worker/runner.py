@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypool.channel import capture
 from raypool.channel.records import Part, WorkerInfo
 from raypool.channel.users_code import Generator, generators_of
-from raypool.errors import TaskCancelled, TaskError, add_note
+from raypool.errors import TaskCancelled, TaskError, add_note, notes_of
 from raypool.options import takes
 from raypool.worker.folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
@@ -362,7 +362,7 @@ def as_error(error: BaseException) -> BaseException:
         f"The task called sys.exit({'' if error.code is None else repr(error.code)})."
     )
     failed.__cause__ = error
-    for note in getattr(error, "__notes__", ()):
+    for note in notes_of(error):
         failed.add_note(note)
     return failed
 

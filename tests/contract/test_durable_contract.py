@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from raypool import (
+    InternalError,
     InvalidTypeError,
     InvalidValueError,
     JournalError,
@@ -467,6 +468,48 @@ def test_what_has_failed_runs_again(
 
     assert list(results) == [0, 1, 4, 9, 16]
     assert [marks.count(x) for x in range(5)] == [1, 1, 1, 2, 1]
+
+
+class Hostile(Exception):
+    """Has attributes that raise, and takes none."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError(name)
+
+
+def test_an_exception_whose_attributes_raise_is_that_of_its_item(
+    pool: ParallelPool, folder: Path
+) -> None:
+    def fail(item: int) -> int:
+        if item == 1:
+            raise Hostile("no")
+        return item
+
+    results = pool.parfor(fail, range(3), run_dir=folder, on_error="collect")
+    assert list(results) == [0, None, 2]
+    assert type(results.errors[1]) is Hostile
+    assert list(load_results(folder).to_frame()["status"]) == ["finished", "failed", "finished"]
+    with pytest.raises(Hostile):
+        pool.parfor(fail, range(3), run_dir=folder)
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_a_loop_whose_journal_breaks_is_cancelled(
+    pool: ParallelPool,
+    folder: Path,
+    gate: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., bool],
+) -> None:
+    """Should raypool have such a bug, no worker computes for nobody."""
+    monkeypatch.setattr("raypool.journal.journal.to_row", None)
+    with pytest.raises(InternalError, match="The journal's writer has failed"):
+        pool.parfor(lambda item: item and gate.wait(), range(9), run_dir=folder, chunk_size=1)
+    assert eventually(lambda: not pool.busy)
 
 
 def test_only_what_is_missing_runs(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import json
 import math
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -103,3 +105,26 @@ def test_what_has_no_end_is_not_plain():
 
 def test_a_plain_dict_reads_like_json():
     assert json.loads(encode({"lr": 0.1, "tags": ["a"]}) or "") == {"lr": 0.1, "tags": ["a"]}
+
+
+def test_what_another_thread_changes_meanwhile_is_no_error():
+    values = dict.fromkeys(map(str, range(50_000)))
+    is_over = threading.Event()
+
+    def change() -> None:
+        while not is_over.is_set():
+            values["more"] = None
+            is_over.is_set()  # a call, at which Python may switch to the other thread
+            del values["more"]
+
+    thread = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(20):
+            encode(values)
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)

@@ -50,6 +50,7 @@ from raypool.errors import (
     SerializationError,
     TaskError,
     add_note,
+    notes_of,
     reduced,
     traceback_text,
 )
@@ -607,7 +608,6 @@ def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResu
 def pack_error(error: BaseException) -> bytes:
     """Pickle an exception and its traceback; its text alone if that fails."""
     text = summary = type(error).__name__
-    notes: list[str] = []
     with contextlib.suppress(Exception):  # the user's attributes, which may raise anything
         if isinstance(getattr(error, "results", None), Results):
             # of a loop within the task; the outer loop's error gets its own results
@@ -616,15 +616,13 @@ def pack_error(error: BaseException) -> bytes:
         text = traceback_text(error)
     with contextlib.suppress(Exception):
         summary = "".join(traceback.format_exception_only(error)).strip()
-    with contextlib.suppress(Exception):
-        notes = [str(note) for note in getattr(error, "__notes__", ())]
     try:
         parcel = dump(error, sys.maxsize)
         body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
         pickle.loads(body)  # it may be an exception that cannot be unpickled
     except BaseException:  # it runs the user's code
         body = None
-    return pickle.dumps((body, summary, text, notes), protocol=5)
+    return pickle.dumps((body, summary, text, notes_of(error)), protocol=5)
 
 
 def unpack_failure(packed: bytes) -> Failure:
