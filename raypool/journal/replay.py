@@ -27,7 +27,7 @@ from raypool.journal.provenance import code_change, code_of, recorded
 from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.rows import get_back, logger
 from raypool.worker.folders import CheckpointFolders
-from raypool.worker.runner import seed_everything
+from raypool.worker.runner import finished, seed_everything
 from raypool.worker.running import TaskContext, item_seed, running
 
 
@@ -62,7 +62,7 @@ class Replay(NamedTuple):
                 seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
             try:
-                return call(self.fn, self.item)
+                return finished(call(self.fn, self.item))
             finally:
                 running.reset(token)
 

@@ -163,11 +163,12 @@ def test_what_has_changed_since_is_said(swept, tmp_path):
         script.write_text(text)
 
 
-def test_a_function_of_a_module_is_imported_by_its_name(tmp_path):
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_of_a_module_is_imported_by_its_name(tmp_path, kind):
     package = tmp_path / "here" / "models"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "small.py").write_text("def train(x):\n    return x * 2\n")
+    (package / "small.py").write_text(f"{kind} train(x):\n    return x * 2\n")
     (tmp_path / "sweep.py").write_text(
         "import raypool, models.small\n"
         "with raypool.parpool(2, profile='threads', quiet=True) as pool:\n"
