@@ -417,7 +417,8 @@ class FunctionSource(NamedTuple):
     @staticmethod
     def of(fn: Any) -> FunctionSource:
         """Find out where a function is defined."""
-        named = getattr(fn, "__module__", None) or type(fn).__module__
+        (args, keywords), inner = _arguments(fn)
+        named = getattr(inner, "__module__", None) or type(inner).__module__
         module = sys.modules.get(named)
         file = getattr(module, "__file__", None)
         is_script = named == "__main__" and getattr(module, "__spec__", None) is None
@@ -432,7 +433,6 @@ class FunctionSource(NamedTuple):
             pickled = _pickled(fn)
             hashed = None if pickled is None else digest(pickled).hex()
             source = source._replace(pickled=pickled, digest=hashed)
-        (args, keywords), inner = _arguments(fn)
         keywords = dict(sorted(keywords.items()))
         plain = encode([list(args), keywords])
         if plain is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -32,6 +33,9 @@ def helper(x):
 def train(x):
     Path(__file__).with_name("begun").touch()
     return helper(x)
+
+def train_with(factor, x):
+    return factor * x
 """
 
 
@@ -64,10 +68,11 @@ def edit(old: str, new: str) -> None:
     sys.modules.pop("of_provenance", None)
 
 
-def sweep(run_dir: Path | str, **options: Any) -> dict[str, Any]:
+def sweep(run_dir: Path | str, fn: Any = None, **options: Any) -> dict[str, Any]:
     """Run two items; return what the call has recorded."""
     with parpool(profile="inline", quiet=True) as pool:
-        pool.parfor(import_module("of_provenance").train, [1, 2], run_dir=run_dir, **options)
+        fn = fn or import_module("of_provenance").train
+        pool.parfor(fn, [1, 2], run_dir=run_dir, **options)
     done = CliRunner().invoke(main, ["show", str(run_dir), "--provenance", "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)[-1]  # type: ignore[no-any-return]
@@ -103,6 +108,18 @@ def test_each_call_records_its_commit_changes_packages_and_command(
     for text in (code["commit"], "train.py --token", "notes.txt", f"{code['diff']}.diff"):
         assert text in shown
         assert text in page
+
+
+def test_a_partial_belongs_to_the_code_of_its_function(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its script, or the command line, was called in another folder."""
+    train = functools.partial(import_module("of_provenance").train_with, 2)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(repository)])
+    assert sweep("run", train)["code"]["folder"] == str(repository)
+    sys.modules.pop("of_provenance")
+    assert CliRunner().invoke(main, ["replay", "run", "1"]).stdout == "4\n"
 
 
 def test_long_changes_are_cut() -> None:
