@@ -200,13 +200,11 @@ class DurableLoop(LoopWork):
     def append(self, item: Any) -> int:
         """Take one more item, without queueing it; return its number."""
         index = len(self.items)
-        # a generator may yield the same object again, changed
-        if type(item) not in PLAIN:
-            with contextlib.suppress(Exception):  # what cannot be copied stays what it is
-                item = copy.deepcopy(item)
+        item = copied(item)  # a generator may yield the same object again, changed
+        kept = copied(item)  # a function that runs in this process may change its item
         self.keys.append(self._name(item, index))
         cast("list[Any]", self.items).append(item)
-        entry = (self.keys[index], index, item)
+        entry = (self.keys[index], index, kept)
         self._recorder.put(lambda: Step(entries=[entry]))
         self._restore(index)
         return index
@@ -402,6 +400,14 @@ class DurableLoop(LoopWork):
         )
         mistake.__cause__ = error
         self._wake(TaskState.FAILED, mistake)
+
+
+def copied(item: Any) -> Any:
+    """Return a copy of an item that can change; one that cannot be copied stays what it is."""
+    if type(item) not in PLAIN:
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(item)
+    return item
 
 
 def what_differs(items: Iterable[Any], saved: Iterable[Any]) -> str:

@@ -353,6 +353,10 @@ def test_what_a_generator_changes_later_is_kept_as_it_was(pool: ParallelPool, fo
         pool.parfor(lambda config: config["x"], [{"x": x} for x in range(6)], run_dir=folder)
     ) == list(range(6))
 
+    other = folder / "other"
+    pool.parfor(lambda config: config.pop("x"), ({"x": x} for x in range(6)), run_dir=other)
+    assert list(load_results(other).to_frame()["x"]) == list(range(6))
+
 
 def test_a_list_of_which_nothing_is_known_is_pointed_out(
     pool: ParallelPool, folder: Path, caplog: pytest.LogCaptureFixture
