@@ -857,9 +857,11 @@ def _rows(
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):
             row = rows[index]
             row.status = "failed" if index in errors else "finished"
-            # a trial may run in several parts
-            row.duration_s = result.durations_s[position] + (row.duration_s or 0.0)
-            row.started_at = row.started_at or starts[position]
+            duration_s, started_at = result.durations_s[position], starts[position]
+            if work.may_run_again is not None:  # a trial of a search may run in several parts
+                duration_s += row.duration_s or 0.0
+                started_at = row.started_at or started_at
+            row.duration_s, row.started_at = duration_s, started_at
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
             row.peak_memory_bytes = result.peak_memory_bytes
             row.host, row.run = worker.host, work.run

@@ -139,7 +139,10 @@ def test_items_are_stopped_cancelled_put_first_and_run_again(
 
     shown = CliRunner().invoke(main, ["show", str(watcher.run_dir)])
     assert "11 actions from `raypool watch`: ..., cancel 0 (" in shown.stderr
-    assert statuses(load_results(watcher.run_dir))[7:] == ["missing", "missing"]
+    saved = load_results(watcher.run_dir)
+    assert statuses(saved)[7:] == ["missing", "missing"]
+    for column in ("started_at", "duration_s"):  # of an item that ran again, those of its last run
+        assert list(results.to_frame()[column][:7]) == list(saved.to_frame()[column][:7])
     assert list(call()) == list(range(9)), "what was cancelled runs in the next call"
     assert [marks.count(item) for item in range(9)] == [1, 1, 2, 1, 1, 1, 1, 1, 2]
 
