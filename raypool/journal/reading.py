@@ -371,6 +371,10 @@ def reports_of(folder: Path) -> pd.DataFrame:
 # --- reading --------------------------------------------------------------------------------------
 
 
+class NotBegunError(JournalError):
+    """A journal has no tables yet. If its process was killed as it started, it never gets them."""
+
+
 def read_contents(folder: Path, say: Say = logger.warning) -> Contents:
     """Return all rows of the journal in a folder, or the readable ones if it is damaged.
 
@@ -441,7 +445,8 @@ def rows_of_parts(folder: Path) -> list[Entry]:
         except Damaged as error:
             raise JournalError(f"{part} is not read: {error}.", run_dir=str(folder)) from error
         if (part / DATABASE).stat().st_size or log_of(part / DATABASE):  # else it has just begun
-            rows += [row[1:] for row in read_contents(part)["attempts"]]
+            with contextlib.suppress(NotBegunError):
+                rows += [row[1:] for row in read_contents(part)["attempts"]]
     return rows
 
 
@@ -484,15 +489,13 @@ def _left(path: Path, say: Say) -> Contents:
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
         if lost := lost_with_log(path.parent, noted_outcomes(path.parent), found):
             raise JournalError(f"0 results could be read: {lost}", run_dir=str(path.parent))
-        raise JournalError(
+        raise NotBegunError(
             f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent)
         )
+    # the folder of a part is removed
+    keeps = "" if path.parent.parent.name == PARTS else "keeps the damaged file and "
     said = what_is_left(path, data, found)
-    say(
-        "%s Call parfor with this run_dir again: it keeps the damaged file and runs the missing"
-        " items.",
-        said,
-    )
+    say(f"%s Call parfor with this run_dir again: it {keeps}runs the missing items.", said)
     return found
 
 

@@ -357,6 +357,17 @@ def test_an_unreadable_run_has_0_results_and_says_what_to_do(tmp_path, caplog, d
         load_results(tmp_path)
 
 
+def test_a_damaged_part_of_a_run_gives_what_is_left(tmp_path, caplog):
+    run(tmp_path, [("a", 1)])
+    run(tmp_path / "parts" / "0", [("a", 1)], finished("a", 2))
+    path = tmp_path / "parts" / "0" / "journal.sqlite"
+    path.write_bytes(path.read_bytes()[:99])
+    assert list(load_results(tmp_path)) == [None]
+    assert "Call parfor with this run_dir again: it runs the missing items." in caplog.text
+    Journal.open(tmp_path, "sweeps.train", None).close()
+    assert not path.exists(), "as was said, it is not kept"
+
+
 @pytest.mark.parametrize(
     ("size", "lost"), [(None, 0), (0, 3), (-8192, 1)], ids=["whole", "missing", "cut off"]
 )

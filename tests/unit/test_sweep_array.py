@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,13 @@ def test_parts_are_one_run(
     with pytest.raises(JournalError, match=r"parts/0 is not read: .* can be changed by others"):
         load_results("run")
     (folder / "run/parts/0").chmod(0o700)
+
+    killed = folder / "run/parts/1"  # a task that was killed as it started
+    killed.mkdir(mode=0o700)
+    with contextlib.closing(sqlite3.connect(killed / "journal.sqlite")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    assert (killed / "journal.sqlite").stat().st_size > 0
+    assert statuses() == ["finished", "failed", "missing"]
 
     configs.write_text("name\na\nb\nc\n")
     lock = RunLock(folder / "run/parts/0")  # as while the task runs
