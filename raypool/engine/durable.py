@@ -248,7 +248,7 @@ class DurableLoop(LoopWork):
                 "Results saved in %s are reused, but %s %s%s. Use another run_dir%s to compute them"
                 " again.",
                 self.run_dir,
-                self.function.name,
+                source.function,
                 "; it ".join(changes[:MOST_CHANGES]),
                 more,
                 ", or rerun='all'," if self.can_rerun else "",

@@ -162,6 +162,25 @@ def test_a_function_that_has_changed_is_pointed_out_once(
     assert all(words in message for message in messages if words is not None)
 
 
+def test_it_is_pointed_out_also_when_the_loop_has_ended(
+    pool: ParallelPool,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., bool],
+) -> None:
+    pool.parfor(defined(SCRIPT), [1], run_dir=folder)
+
+    def items() -> Iterator[int | None]:
+        yield None  # it fails, which ends the loop
+        assert eventually(lambda: not pool.busy)
+        yield 1
+
+    other = defined(SCRIPT.replace("LR = 0.1", "LR = 0.2"))
+    with pytest.raises(TypeError):
+        pool.parfor(other, items(), run_dir=folder, on_error="stop")
+    assert "train reads the global LR" in caplog.text
+
+
 class Model:
     def __init__(self, size: int) -> None:
         self.size = size
