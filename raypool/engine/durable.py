@@ -36,7 +36,7 @@ from raypool.channel.feed import (
 from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, line_of
 from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
-from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
+from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment, Tail
 from raypool.errors import InternalError, JournalError, TaskError, add_note
 from raypool.journal.files import DIARY, METRICS, Damaged, append, make_folder
 from raypool.journal.fingerprints import source_of
@@ -176,7 +176,7 @@ class DurableLoop(LoopWork):
         self._order = None if items and order == list(range(len(items))) else order
         if self._options.seed is not None and self.restored:
             self._check_places()
-        self._recorder.start()
+        self._recorder.start(keeps_values=not isinstance(self.segments, Tail))
         return len(order)
 
     def _check_places(self) -> None:
@@ -563,6 +563,7 @@ class Recorder:
         self._tell: Callable[[BaseException | None], None] | None = None
         self._deadline = 0.0
         self._is_hurried = False
+        self._keeps_values = True
         self.failure: JournalError | None = None  # what could not be written in the end
         self._thread = threading.Thread(target=self._work, name="raypool-journal", daemon=True)
         # no outcome waits for git
@@ -573,8 +574,9 @@ class Recorder:
             daemon=True,
         )
 
-    def start(self) -> None:
-        """Begin."""
+    def start(self, keeps_values: bool) -> None:
+        """Begin; `keeps_values`: whether the loop keeps its values, or `reduce=` folds them."""
+        self._keeps_values = keeps_values
         self._provenance.start()  # first: the other one waits for its end
         self._thread.start()
 
@@ -640,10 +642,11 @@ class Recorder:
 
     def _failed(self, num_left: int) -> JournalError:
         tried = "" if self._is_hurried else f", even within {PATIENCE_S:g} s after its end"
+        values = " This error's .results has all values." if self._keeps_values else ""
         error = JournalError(
             f"{self._said(num_left)} of {self._label} could not be written to"
-            f" {self._journal.run_dir}{tried}: {self._trouble}. This error's .results has all"
-            " values. Free some space there and repeat the call: it runs the missing items.",
+            f" {self._journal.run_dir}{tried}: {self._trouble}.{values} Free some space there and"
+            " repeat the call: it runs the missing items.",
             run_dir=str(self._journal.run_dir),
         )
         if self._is_hurried:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import random
 import signal
@@ -331,10 +332,19 @@ def test_a_loop_goes_on_where_the_disk_is_full_and_writes_when_there_is_room(
     assert len(marks.all()) == 20, "what was done has run again"
 
 
+@pytest.mark.parametrize("reduce", [None, operator.add])
 def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
-    pool: ParallelPool, small_disk: Path, marks: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    pool: ParallelPool,
+    small_disk: Path,
+    marks: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    reduce: Any,
 ) -> None:
-    """One value is larger than the disk: all others are written, and only that one runs again."""
+    """One value is larger than the disk: all others are written, and only that one runs again.
+
+    With `reduce=`, the values are folded and released, so the error has none.
+    """
     monkeypatch.setattr(durable, "PATIENCE_S", 0.7)
 
     def work(item: int) -> bytes:
@@ -344,14 +354,12 @@ def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
     with pytest.raises(
         JournalError, match=r"1 outcome of .* could not be written to .*0\.7 s"
     ) as caught:
-        pool.parfor(work, range(8), run_dir=small_disk / "run")
+        pool.parfor(work, range(8), run_dir=small_disk / "run", reduce=reduce)
 
-    assert [len(value) for value in caught.value.results] == [
-        10_000,
-        10_000,
-        3_000_000,
-        *[10_000] * 5,
-    ]  # type: ignore[attr-defined]
+    assert ("This error's .results has all values" in str(caught.value)) is (reduce is None)
+    lengths = [len(value or b"") for value in caught.value.results]  # type: ignore[attr-defined]
+    expected = [10_000, 10_000, 3_000_000, *[10_000] * 5]
+    assert lengths == (expected if reduce is None else [0] * 8)
     assert caught.value.run_dir == str(small_disk / "run")
     assert num_finished(small_disk / "run") == 7
     assert [len(value) for value in pool.parfor(work, range(8), run_dir=small_disk / "run")] == [
