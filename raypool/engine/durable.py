@@ -43,8 +43,9 @@ from raypool.journal.fingerprints import source_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
 from raypool.journal.live import WatchedRun
+from raypool.journal.opening import cannot_write
 from raypool.journal.provenance import record
-from raypool.journal.reading import calls_in, saved_items
+from raypool.journal.reading import calls_in, report_in, saved_items
 from raypool.journal.rows import PARTS, Outcome, Stored, row_of
 from raypool.worker.running import PLAIN
 
@@ -156,11 +157,7 @@ class DurableLoop(LoopWork):
             )
             self._stored = {} if self._rerun == "all" else self._journal.stored()
         except OSError as error:
-            raise JournalError(
-                f"{self.run_dir} cannot be written: {error}. Free some space on that disk, or use"
-                " another folder.",
-                run_dir=str(self.run_dir),
-            ) from error
+            raise cannot_write(self._journal.run_dir, error) from error
         self.num_saved = len(self._stored)
         if self._stored and items and self._stored.keys().isdisjoint(self.keys):
             logger.warning(
@@ -848,8 +845,6 @@ def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[tuple[int
     except OSError:
         return
     for line in lines:
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # cut off by a crash
-            row = json.loads(line)
-            if run in (None, row["run"]):
-                metrics = float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
-                yield int(row["run"]), metrics
+        found = report_in(line, item)
+        if found is not None and run in (None, found[0]):
+            yield found

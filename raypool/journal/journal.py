@@ -21,7 +21,7 @@ from raypool.journal.fingerprints import changes
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
-from raypool.journal.reading import new_rows, parts_of, rows_of_parts
+from raypool.journal.reading import new_rows, parts_of, positions_of, rows_of_parts
 from raypool.journal.rows import (
     DATABASE,
     NOWHERE,
@@ -35,7 +35,7 @@ from raypool.journal.rows import (
     put_away,
     to_row,
 )
-from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
+from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, order_rows
 from raypool.worker.folders import write_file
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
@@ -208,9 +208,7 @@ class Journal:
         keys = {number: key for key, number in self._numbers.items()}
         return {
             keys[number]: position
-            for _, own, first, text in self._orders
-            if own == run
-            for position, number in enumerate(numbers_of(text), first)
+            for position, number in positions_of({"orders": self._orders}, run).items()
             if number in keys  # its row may be lost
         }
 
