@@ -12,7 +12,6 @@ from functools import reduce
 import pytest
 
 from tests.documents import ROOT, blocks_of
-from tests.unit.test_layers import FLOORS
 
 PACKAGE = ROOT / "raypool"
 FOLDER = "docs/internals"
@@ -106,12 +105,6 @@ def test_every_module_is_on_the_map() -> None:
         for name, source in files.items()
         if has_code(source) or not name.endswith("__init__.py")
     )
-
-
-def test_the_floors_of_the_map_are_those_that_are_checked() -> None:
-    assert [re.findall(r"`(\w+)`", row[1]) for row in rows(MAP, "Floors")] == [
-        floor.split() for floor in FLOORS
-    ]
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(PLACES)))
