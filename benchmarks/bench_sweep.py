@@ -8,6 +8,9 @@ whole of it, until it is over, with the processor time of all its processes and 
 they had together (PSS). Lines of code are those of the script, without docstrings and empty lines.
 All of it takes six minutes: there are as many turns, up to five, as fit into these, and who takes
 more than a minute has one.
+
+A short sweep is 16 of these networks, for a quarter of the epochs: there the beginning and the end
+of a system count most.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from benchmarks.contest import WrongAnswersError
-from benchmarks.measuring import Line, fresh_process, in_turns_within
+from benchmarks.measuring import Line, fresh_process, in_turns, in_turns_within
 from benchmarks.scripts import lines_of, run_script
 
 SCRIPTS = {
@@ -28,6 +31,8 @@ SCRIPTS = {
     "dask.distributed": ("distributed", "with_dask"),
 }
 BUDGET_S = 6 * 60.0
+SHORT = ("raypool", "joblib", "multiprocessing")
+SHORT_ROUNDS = 5
 
 WHATS = (("until all is over", "us"), ("processor time", "us"), ("most memory", "MB"))
 
@@ -41,7 +46,32 @@ def run():
         BUDGET_S, {name: lambda name=name: _run(name, scores[name]) for name in names}
     )
     check_same(scores)
-    return _lines(runs)
+    return [*_lines(runs), *_short()]
+
+
+def _short():
+    scores = {name: [] for name in SHORT}
+    runs = in_turns(
+        {name: lambda name=name: _run(name, scores[name], {"SHORT_SWEEP": "1"}) for name in SHORT},
+        rounds=SHORT_ROUNDS,
+        warm_ups=0,
+    )
+    check_same(scores)
+    whole = {name: [took for took, *_ in runs[name]] for name in SHORT}
+    ours = whole.pop("raypool")
+    return [
+        Line(
+            "16 networks, a quarter of the epochs",
+            WHATS[0][0],
+            name,
+            "us",
+            ours,
+            theirs,
+            1 / 1.1 if name == "joblib" else None,
+            is_speedup=True,
+        )
+        for name, theirs in whole.items()
+    ]
 
 
 def check_same(scores):
@@ -96,10 +126,10 @@ def script(name):
     return f"sweeps.{SCRIPTS[name][1]}"
 
 
-def _run(name, scores):
+def _run(name, scores, more=()):
     """Run a script in its own process, note its scores; return how long it took, its processor time
     [us], its peak [MB].
     """
-    done = run_script(name, ["-m", f"benchmarks.{script(name)}"])
+    done = run_script(name, ["-m", f"benchmarks.{script(name)}"], more)
     scores.append(done.said)
     return done.took_us, done.cpu_us, done.peak_mb

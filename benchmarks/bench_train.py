@@ -5,17 +5,21 @@ Bare Ray Train runs on the same Ray, with its default settings. What a rank comp
 all parties, with as many threads; `fit` and the loop by hand have to come to the same weights. What
 Ray Train starts each time has three rounds, for want of time. How fast a loop of one's own is
 stands under "One training by each launcher".
+
+A killed rank: rank 1 of two gets SIGKILL after its third step, each time in a fresh process whose
+pool, or Ray, has trained before; until the next report of rank 0.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
 
 from benchmarks import trainings
 from benchmarks.contest import check_same, note_same
-from benchmarks.measuring import Line, in_turns, timed
+from benchmarks.measuring import Line, fresh_process, in_turns, timed
 from benchmarks.session import WORKERS
 
 FITS = 3
@@ -28,10 +32,33 @@ PREDICTED = 1536
 BATCH = 64
 AREA = f"training, {WORKERS} workers"
 
+RECOVERY = """
+import json, tempfile
+import raypool
+from benchmarks import trainings
+with raypool.parpool(2, quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
+    pool.train(trainings.first_step).result()
+    run = pool.train(trainings.killed_once, {"killed_at": folder + "/killed_at"})
+    print(json.dumps(run.result().values[0]))
+"""
+BARE_RECOVERY = """
+import json, tempfile
+from ray.train import FailureConfig
+from benchmarks import trainings
+from benchmarks.bench_train import bare_fit
+from benchmarks.own_ray import own_ray
+with own_ray(num_cpus=2), tempfile.TemporaryDirectory() as folder:
+    bare_fit(trainings.first_step)
+    config = {"killed_at": folder + "/killed_at"}
+    took = bare_fit(trainings.killed_once, config, failure_config=FailureConfig(max_failures=1))
+    print(json.dumps(took))
+"""
+
 
 def run(session):
     return [
         *starts(session.pool),
+        *recoveries(),
         *fits(session.pool),
         *costs(session.pool),
         *predictions(session.pool),
@@ -108,15 +135,32 @@ def until(train):
     return (moment - started) * 1e6, (time.time() - started) * 1e6
 
 
-def bare_fit(loop, config=None):
-    """Train by Ray Train alone; return what rank 0 has returned."""
+def recoveries():
+    """Return how long it takes from the end of a killed rank to the next report."""
+    values = in_turns(
+        {
+            "raypool": lambda: json.loads(fresh_process(RECOVERY)),
+            "bare": lambda: json.loads(fresh_process(BARE_RECOVERY)),
+        },
+        rounds=FITS,
+        warm_ups=0,
+    )
+    what, ours = "a killed rank, until the next report", values["raypool"]
+    return [
+        Line(AREA, what, "TorchTrainer", "us", ours, values["bare"], target=0.25),
+        Line(AREA, what, "1 s", "us", ours, target=1_000_000.0),
+    ]
+
+
+def bare_fit(loop, config=None, **more):
+    """Train by Ray Train alone; return what rank 0 has returned. `more` is for the `RunConfig`."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     with tempfile.TemporaryDirectory() as folder:
         # the cores are taken
         scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"memory": 1})
-        run_config = RunConfig(storage_path=folder)
+        run_config = RunConfig(storage_path=folder, **more)
         trainer = TorchTrainer(
             loop, train_loop_config=config, scaling_config=scaling, run_config=run_config
         )

@@ -179,6 +179,9 @@ TO_A_WORKER = (
 )
 OTHER_DRAWS = "The samplers draw other values."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
+TRAINS_FIRST = (
+    "The worker in place of the killed one imports Ray Train, as each does for its first training."
+)
 IN_SECONDS = (
     "The target is in seconds, and the machine computed at less than half of its speed: on a"
     " faster one, the same page was written in 1.3 s instead of 3.1 s."
@@ -208,7 +211,7 @@ REASONS = (
         for name in ("multiprocessing", "MPIRE")
     ),
     *(
-        Reason("sweep", "24 networks: *", name, RAY_COMES_AND_GOES)
+        Reason("sweep", "* networks*: *", name, RAY_COMES_AND_GOES)
         for name in ("joblib", "multiprocessing", "dask.distributed")
     ),
     Reason("peers_long", "*", "*", GIVEN_WHEN_FREE),
@@ -222,6 +225,7 @@ REASONS = (
     ),
     Reason("train", "*: predict, 2 workers", "*", SENT),
     Reason("train", "*: to the first step, managed lane", "TorchTrainer.fit", AROUND),
+    Reason("train", "*: a killed rank, *", "*", TRAINS_FIRST),
     Reason("train", "*: a report *, managed lane", "TorchTrainer's", AROUND),
     Reason("report_page", "report, *", "2 s", IN_SECONDS),
     Reason("watch", "the live page, *", "2 s", IN_SECONDS),

@@ -1,5 +1,8 @@
 """The trainings that are timed, importable by whoever runs them."""
 
+import itertools
+import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from benchmarks.contest import WrongAnswersError
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 WARM_UP = 10
+KILLED_AFTER = 3
 CLASSES = 10
 
 
@@ -84,6 +88,29 @@ def first_step():
     model = prepared(torch.nn.Linear(8, 2))
     step(model, optimizer_of(model), torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
     return time.time()
+
+
+def killed_once(config):
+    """Report each step of a small model; in the first attempt rank 1 kills itself after three.
+
+    Return how long it took from then until the first report of the next attempt [us].
+    `config["killed_at"]` is a file for that moment.
+    """
+    import ray.train
+
+    file = Path(config["killed_at"])
+    killed_at = float(file.read_text()) if file.exists() else None
+    size = SIZES["small"]
+    model = prepared(network_of(size))
+    optimizer, (inputs, targets) = optimizer_of(model), size.samples()
+    for number in itertools.count(1):
+        step(model, optimizer, inputs[: size.batch], targets[: size.batch])
+        ray.train.report({"step": number})
+        if killed_at is not None:
+            return (time.time() - killed_at) * 1e6
+        if number == KILLED_AFTER and ray.train.get_context().get_world_rank() == 1:
+            file.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steady(name, num_steps, prepare):

@@ -1,7 +1,7 @@
 """The training of the sweeps: the demo's fully connected networks, on its data, for as many epochs;
 four of each.
 
-It is written out here, without raypool, so that no other system imports that; a test holds it
+With `SHORT_SWEEP` set, it is 16 of them, for a quarter of the epochs. It is written out here, without raypool, so that no other system imports that; a test holds it
 against the demo's own. The demo's convolutional networks are left out: with them there would be no
 time for five turns.
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-EPOCHS = 25
+IS_SHORT = "SHORT_SWEEP" in os.environ
+EPOCHS = 6 if IS_SHORT else 25
 BATCH_SIZE = 64
 WIDTHS = (32, 128)
 RATES = (0.0003, 0.001, 0.01)
@@ -25,7 +27,7 @@ TIMES = 4
 CONFIGS = [
     {"width": width, "lr": lr, "seed": number}
     for number, (width, lr, _) in enumerate(itertools.product(WIDTHS, RATES, range(TIMES)))
-]
+][: 16 if IS_SHORT else None]
 
 
 @functools.cache
