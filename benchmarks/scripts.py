@@ -49,8 +49,8 @@ def run_script(name, arguments, more=()):
     """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is
     to have.
     """
-    # the name is short, for Ray's sockets; Ray finds no other cluster in this folder
-    with tempfile.TemporaryDirectory(prefix="b-") as folder:
+    # the path is short, for Ray's sockets; Ray finds no other cluster in this folder
+    with tempfile.TemporaryDirectory(prefix="b-", dir="/tmp") as folder:
         # none of what we set for Ray
         users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
         places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": folder}
