@@ -1,8 +1,8 @@
 """What a task costs that joblib hands in, when it does nothing: 10,000 on two workers; and an array
 that all tasks take.
 
-Each party gets joblib's own defaults (`batch_size="auto"`). Ray's backend makes a pool of actors
-for every `Parallel`, which is part of what it costs; loky and raypool keep their workers.
+Each party gets joblib's own defaults (`batch_size="auto"`). Ray's backend opens a pool of actors
+for every `Parallel`, and that time counts; loky and raypool keep their workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What it costs to show a loop of eight workers that report twenty times a second: how much more
 its process takes than without.
 
-Each view in a process of its own, with what it draws on: a terminal that somebody reads, the kernel
+Each view has its own process and its own display: a terminal that somebody reads, the kernel
 of a notebook, a log file. The workers are threads that sleep, so that there is little else that
 takes time. A cost is the difference of two CPU times, with the view and without, so noise can make
 it negative.

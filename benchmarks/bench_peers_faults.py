@@ -6,11 +6,9 @@ the call itself; the actor is killed and another started, all others end their p
 another. concurrent.futures cannot before Python 3.14: its `cancel` refuses what runs, and so it has
 no value.
 
-"Killed": a worker gets SIGKILL while it runs a call, until the next one has run. What became of the
-    call that ran is looked
-at: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures, loky
-and MPIRE raise an error, and have to be opened anew; with multiprocessing whoever waits for it
-waits for ever.
+"Killed": a worker gets SIGKILL while it runs a call, until the next one has run. The lost call is
+checked: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures,
+loky and MPIRE raise an error and must be opened again; multiprocessing never answers.
 
 "Without end": a generator that never ends goes through a pool with two workers, and the first 200
 results are taken. concurrent.futures (before Python 3.14), loky, dask.distributed and Ray's

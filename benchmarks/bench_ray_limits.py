@@ -3,7 +3,7 @@
 How fast actors start beyond those whose processes Ray has ready, how many calls one process makes
 in a second (a no-op, to as many actors as there are workers, all at once), and the time of the
 processor that each call takes in it: with bare actors, and with raypool, whose `retries=0` sends
-each item in a call of its own. Measured in turns. Then, on a Ray by itself: how fast its control
+each item in a separate call. Measured in turns. Then, on a Ray by itself: how fast its control
 store makes placement groups of one bundle, asked for at once, and how much memory its process takes
 more for each actor that lives (USS), a few at a time; what else it notes meanwhile is in that too.
 """

@@ -432,7 +432,7 @@ def test_the_model_is_on_the_device_of_the_worker(
 def test_the_gpu_of_the_worker_is_freed(
     pool: ParallelPool, eventually: Callable[..., bool]
 ) -> None:
-    """By a call of its own, also if there was nothing to predict."""
+    """The worker gets one more call for that, also if there was nothing to predict."""
     for count in (1, 0):
         before = pool.statistics().submitted
         pool.predict(make_model(), inputs(count))
