@@ -3,13 +3,17 @@
 Reasons are a broken GPU, a full disk, or a missing library. Such a place is free again at once, and
 would empty the queue. If a function fails everywhere, the place is not at fault, so the failures
 here are compared with the results elsewhere since they began. A function that runs nowhere else
-proves nothing.
+proves nothing. One that still runs elsewhere may be about to fail there too: an error in its code
+comes first on the worker that was first to import its libraries. So the place is held for a while,
+without work, until a call elsewhere has ended or has outlasted those that failed here.
 """
 
 from __future__ import annotations
 
 from raypool.core import policy
+from raypool.core.messages import SetTimer
 from raypool.core.model import Attempt, Departure, FailureStreak, Task, Worker
+from raypool.core.outcomes import Outcomes
 from raypool.core.policy import Pace
 from raypool.core.workers import Workers
 from raypool.errors import LossReason
@@ -29,8 +33,9 @@ TRIAL = 16
 class FaultyPlaces:
     """Counts failures in a row by place and function, one for all items of a call."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, outcomes: Outcomes) -> None:
         self._workers = workers
+        self._outcomes = outcomes
 
     def note_answer(
         self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int
@@ -74,10 +79,26 @@ class FaultyPlaces:
         else:
             streak.repeats += 1  # a repeat may be the item's own fault
         streak.items += sum(piece.stop - piece.start for piece in attempt.slices)
-        is_leaving = worker.worker_id in self._workers.retiring
-        if is_leaving or self._workers.size < 2 or self._chance(worker) >= policy.FAULTY_BELOW:
+        streak.longest_s = max(streak.longest_s, self._outcomes.now - worker.since)
+        return self.judge(worker)
+
+    def judge(self, worker: Worker) -> Departure | None:
+        """Return why a worker's place has to go, if it has to; hold or release the place."""
+        workers, place, now = self._workers, worker.place, self._outcomes.now
+        streaks = workers.streaks.get(place, [])
+        is_leaving = worker.worker_id in workers.retiring or workers.size < 2
+        if is_leaving or self._chance(worker, with_running=True) >= policy.FAULTY_BELOW:
+            workers.holds.pop(place, None)
             return None
-        streaks = self._workers.streaks.pop(worker.place)
+        if self._chance(worker, with_running=False) >= policy.FAULTY_BELOW:
+            if place not in workers.holds:
+                until = now + policy.hold_s(max(streak.longest_s for streak in streaks))
+                workers.holds[place] = until
+                self._outcomes.out.append(SetTimer(until, "hold", -1))
+            if now < workers.holds[place]:
+                return None
+        workers.holds.pop(place, None)
+        del workers.streaks[place]
         for streak in streaks:
             streak.pace.blamed += streak.calls
         finished = sum(streak.pace.finished - streak.finished for streak in streaks)
@@ -96,15 +117,18 @@ class FaultyPlaces:
         streaks.append(FailureStreak(pace, pace.good, pace.bad - 1, pace.finished))
         return streaks[-1]
 
-    def _chance(self, worker: Worker) -> float:
-        """Return the probability that all this has failed here by chance."""
+    def _chance(self, worker: Worker, with_running: bool) -> float:
+        """Return the probability that all this has failed here by chance.
+
+        `with_running`: functions count that run elsewhere, even if none of those calls has ended.
+        """
         chance = 1.0
-        for streak in self._workers.streaks[worker.place]:
+        for streak in self._workers.streaks.get(worker.place, ()):
             pace, here = streak.pace, streak.calls + streak.repeats
             running_here = sum(attempt.pace is pace for attempt in worker.attempts.values())
             good = pace.good - streak.good
             # else no other worker has finished or runs this function: it proves nothing
-            if good or pace.running > running_here:
+            if good or (with_running and pace.running > running_here):
                 lately = policy.failure_rate(good, pace.bad - streak.bad - here + pace.blamed)
                 ever = policy.failure_rate(pace.good, pace.bad - here)
                 chance *= max(lately, ever) ** streak.calls

@@ -70,6 +70,11 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
     for marked in (workers.retiring, workers.spent, *_waiting_lists(workers)):
         assert marked.keys() <= workers.by_id.keys(), "a list names a worker that is gone"
     assert workers.streaks.keys() <= workers.places.keys(), "a place is gone, its failures are not"
+    assert workers.holds.keys() <= workers.streaks.keys(), "a place is held without a failure"
+    for number in workers.held:
+        assert workers.by_id[number].place in workers.holds, "a worker is held without a reason"
+        is_busy_elsewhere = any(w.attempts for w in workers.by_id.values() if w.worker_id != number)
+        assert is_busy_elsewhere, "a worker is held, and nothing runs elsewhere"
     assert not workers.lanes_lost, "the tasks of a lane without places have not failed"
     assert not workers.parked or not backlog.tasks, "workers are parked although there is work"
     for heap, free in [
@@ -84,7 +89,7 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
 def _waiting_lists(workers: Workers) -> list[WaitingList]:
     """Return the lists that may have workers between two events."""
     gangs = [gathering.members for gathering in workers.waiting_gangs.values()]
-    free = [workers.idle, workers.check_lanes, workers.wait_for_gang]
+    free = [workers.idle, workers.check_lanes, workers.wait_for_gang, workers.held]
     return [*free, workers.prefetch, workers.parked, *gangs]
 
 

@@ -349,6 +349,7 @@ class FailureStreak:
     calls: int = 0  # first attempts
     repeats: int = 0  # later ones
     items: int = 0  # in all of these
+    longest_s: float = 0.0  # of these
 
 
 @dataclass(slots=True)

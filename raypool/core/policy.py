@@ -50,6 +50,14 @@ FAULTY_BELOW = 1e-5
 the same functions fail elsewhere.
 """
 
+OUTLASTED = 2
+"""A call elsewhere has outlasted the failed ones if it still runs when this many times the longest
+of them has passed since the last.
+"""
+
+LEAST_HOLD_S = 1.0
+MOST_HOLD_S = 60.0
+
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
@@ -191,6 +199,16 @@ def retry_delay_s(first_s: float, attempt: int) -> float:
         [10.0, 20.0, 40.0, 300.0]
     """
     return float(min(first_s * 2 ** min(attempt - 2, 64), LONGEST_RETRY_DELAY_S))
+
+
+def hold_s(longest_s: float) -> float:
+    """Return how long a place is held whose failed calls took up to `longest_s` seconds [s].
+
+    Example:
+        >>> [hold_s(longest_s) for longest_s in (0.001, 5.0, 3600.0)]
+        [1.0, 10.0, 60.0]
+    """
+    return min(max(OUTLASTED * longest_s, LEAST_HOLD_S), MOST_HOLD_S)
 
 
 def failure_rate(good: int, bad: int) -> float:

@@ -62,7 +62,7 @@ class Scheduler:
         self.workers = Workers(start_timeout_s)
         self.outcomes = Outcomes(self.backlog, self.workers)
         self.counts = self.outcomes.counts
-        self._faults = FaultyPlaces(self.workers)
+        self._faults = FaultyPlaces(self.workers, self.outcomes)
         self._losses = Losses(self.backlog, self.workers, self.outcomes, self._faults)
         self._answers = Answers(
             self.backlog, self.workers, self.outcomes, self._faults, self._losses
@@ -104,6 +104,8 @@ class Scheduler:
         self._now = self.outcomes.now = now
         self._out.clear()
         self._handlers[type(event)](event)
+        if self.workers.holds:
+            self._losses.review_holds()
         if self.workers.spent:
             self._out += self.workers.renew_spent(now)
         work = self._dispatcher.give_out(now) if self.leaving is None else []
@@ -612,6 +614,18 @@ class Losses:
         """Give up a place as soon as its worker has ended, if there is a reason."""
         if leaving is not None:
             self._workers.retire(worker, leaving)
+
+    def review_holds(self) -> None:
+        """Take out or release the places that are held, if something has become known."""
+        workers = self._workers
+        for place in list(workers.holds):
+            worker = workers.by_id[workers.places[place].worker_id]
+            leaving = self._faults.judge(worker)
+            self.take_out(worker, leaving)
+            if leaving is not None and not worker.attempts:
+                self._outcomes.out += workers.stop(worker)
+            elif worker.state is WorkerState.IDLE and place not in workers.holds:
+                workers.free(worker)
 
     def announce(self, worker: Worker, at: float | None) -> None:
         """Give a place no more calls, and signal its tasks; at `at` they are interrupted.

@@ -29,8 +29,8 @@ class Workers:
     """The workers, on waiting lists by what each could do next.
 
     A worker is on one list at most, its `waiting_list`; only `move` changes that. The lists are
-    `idle`, `check_lanes`, `wait_for_gang`, `prefetch`, `parked` and the members of each waiting
-    gang. A worker on no list takes nothing now.
+    `idle`, `check_lanes`, `wait_for_gang`, `held`, `prefetch`, `parked` and the members of each
+    waiting gang. A worker on no list takes nothing now.
 
     Args:
         start_timeout_s: A worker that is not ready after this time [s] is lost.
@@ -44,6 +44,8 @@ class Workers:
         self.check_lanes: WaitingList = {}
         # free, but what comes first for them is a gang that can't collect yet
         self.wait_for_gang: WaitingList = {}
+        # free, but in a place of `holds`
+        self.held: WaitingList = {}
         # Running one call, could take the next. Ordered: the first key of a plain dict is found
         # slowly after many removals at its front.
         self.prefetch: WaitingList = OrderedDict()
@@ -62,6 +64,8 @@ class Workers:
         self.idle_heap = IdleHeap()  # of all idle workers
         # by place: what has failed there since the last success
         self.streaks: dict[int, list[FailureStreak]] = {}
+        # by place: until when it gets no calls, because it may be faulty
+        self.holds: dict[int, float] = {}
         self.next_worker_id = 0
         self.next_attempt_id = 0
         self._start_timeout_s = start_timeout_s
@@ -205,6 +209,7 @@ class Workers:
         self._withdraw(place, reason)
         del self.places[place.place]
         self.streaks.pop(place.place, None)
+        self.holds.pop(place.place, None)
         leaving = place.leaving
         if leaving is None:  # the user has asked for it
             return [Vacate(place.place)]
@@ -260,6 +265,9 @@ class Workers:
     def free(self, worker: Worker) -> None:
         """Put a worker that has no calls on its waiting list."""
         worker.state = IDLE
+        if worker.place in self.holds:
+            self.move(worker, self.held)
+            return
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.queue for lane in lanes):
             self.move(worker, self.check_lanes)
@@ -289,6 +297,7 @@ class Workers:
             # else it may have gone by then
             and worker_id not in self.retiring
             and worker_id not in self.spent
+            and worker.place not in self.holds
             # else something in its lanes may come before what is next in the pool's queue
             and not (self.lanes and self.places[worker.place].lanes)
         ):

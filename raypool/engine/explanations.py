@@ -112,7 +112,7 @@ def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str
     elsewhere = (
         f"{finished:,} finished on other workers in that time"
         if finished
-        else "they do not fail on other workers"
+        else "calls of the same function still run on other workers"
     )
     return (
         f"Worker {worker.index} ({where(worker)}) was removed from the pool: its last {failed:,}"
