@@ -168,9 +168,9 @@ GIVEN_WHEN_FREE = (
     " so that none stands behind one that takes long: for each item that is a millisecond or two"
     " more."
 )
-SENT = (
-    "predict sends the model and its inputs to the workers, and the outputs back; by hand they are"
-    " made where they are used."
+TWO_CORES = (
+    "Two workers gain less still where predict is written by hand (the next row): two processes do"
+    " not compute twice as much on these two cores."
 )
 AROUND = "The managed lane is that trainer, with raypool's own reports and checks around it."
 TO_A_WORKER = (
@@ -179,9 +179,6 @@ TO_A_WORKER = (
 )
 OTHER_DRAWS = "The samplers draw other values."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
-TRAINS_FIRST = (
-    "The worker in place of the killed one imports Ray Train, as each does for its first training."
-)
 IN_SECONDS = (
     "The target is in seconds, and the machine computed at less than half of its speed: on a"
     " faster one, the same page was written in 1.3 s instead of 3.1 s."
@@ -223,9 +220,8 @@ REASONS = (
         Reason("peers_start", "a process: memory", name, OWN_MODULES)
         for name in (BARE, "Ray's ActorPool")
     ),
-    Reason("train", "*: predict, 2 workers", "*", SENT),
+    Reason("train", "*: predict, 2 workers", "*", TWO_CORES),
     Reason("train", "*: to the first step, managed lane", "TorchTrainer.fit", AROUND),
-    Reason("train", "*: a killed rank, *", "*", TRAINS_FIRST),
     Reason("train", "*: a report *, managed lane", "TorchTrainer's", AROUND),
     Reason("report_page", "report, *", "2 s", IN_SECONDS),
     Reason("watch", "the live page, *", "2 s", IN_SECONDS),

@@ -54,6 +54,7 @@ from ray.util.placement_group import PlacementGroup
 from raypool.backends.ray import shortages
 from raypool.backends.ray.backend import RayBackend
 from raypool.backends.ray.calls import UNRECORDED, given_gpus, later, loss_reason, loss_text
+from raypool.backends.ray.fork_server import prepare_successors
 from raypool.backends.ray.packing import Packed, pack, pack_error, snapshot, unpack, unpack_failure
 from raypool.channel import capture
 from raypool.channel.hub import Hub, Outbox
@@ -983,6 +984,7 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         self.metrics = metrics
         if rank == 0:
             note.say(note, "metrics", (time.time(), metrics))
+        prepare_successors()
         self._check_rated(args[0] if args else kwargs.get("checkpoint"), metrics)
         super().report(metrics, *args, **kwargs)
 

@@ -27,6 +27,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
+from raypool.backends.ray.fork_server import prepare_successors
 from raypool.backends.ray.nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.ray_private import (
@@ -333,6 +334,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         note = self.note
         wishes = (False, False) if note is None else (note.should_stop, note.is_leaving)
         told = self._tell(_Told(tuple(sorted(said)), checkpoint is not None, *wishes))
+        prepare_successors()  # now that the ranks have imported it all
         is_silent = self._spmd.rank != 0 or self._has_warned
         if not is_silent and (text := how_they_differ([each.names for each in told])):
             self._has_warned = True

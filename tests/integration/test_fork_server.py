@@ -173,6 +173,31 @@ def test_data_loaders_groups_trainings_and_cancelling_work_in_forks(run_python: 
     assert done.stdout.splitlines() == ["[28, 28] [[2.0, 2.0], [2.0, 2.0]] [2, 2]", "True"]
 
 
+RESUMED = """
+def train():
+    known = [name in sys.modules for name in ("raypool.train.ray_train", "torch._dynamo")]
+    import ray.train, torch
+    from ray.train.torch import prepare_model
+    context = ray.train.get_context()
+    model = prepare_model(torch.nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    ray.train.report({})
+    is_first = not os.path.exists(fifo + ".killed")
+    if context.get_world_rank() == 1 and is_first:
+        open(fifo + ".killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return parent() is not None, known
+
+with parpool(2, profile=profile()) as pool:
+    print(pool.train(train).result().values[1])
+"""
+
+
+def test_a_worker_in_place_of_a_killed_rank_has_imported_what_trainings_do(run_python: Any) -> None:
+    done = run_python(HEAD + WORKERS + RESUMED)
+    assert done.stdout.splitlines() == ["(True, [True, True])"]
+
+
 def test_workers_on_a_node_that_raypool_starts_for_drivers_are_forks(
     run_head: Callable[..., Any], run_python: Any, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -73,7 +74,11 @@ OF_WORKERS = (
     "ray._common.pydantic_compat",
     "ray._common.usage.usage_lib",
     "raypool.backends.ray.worker",
+    "raypool.backends.ray.fork_server",
 )
+
+OF_TRAININGS = ("raypool.train.ray_train", "torch._dynamo")
+"""What the ranks of a training import, the second with `DistributedDataParallel`."""
 
 OF_GPUS = ("/dev/nvidia", "/dev/kfd")
 """Beginnings of the files that a process has open while it uses a GPU: NVIDIA's, AMD's."""
@@ -105,6 +110,9 @@ class Base(NamedTuple):
 
 
 _base: Base | None = None
+
+own_server: str | None = None
+"""In a fork, the path of its server's socket."""
 
 
 def installed(preload: Sequence[str]) -> list[str]:
@@ -205,16 +213,24 @@ def read_early(variables: Mapping[str, str]) -> dict[str, str]:
 
 def import_all(modules: Sequence[str]) -> None:
     """Import those of the modules that can be imported."""
-    for name in modules:
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
         with contextlib.suppress(Exception):  # the worker that needs it will say what is wrong
             importlib.import_module(name)
+    if not missing:
+        return
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and so would copy shared pages
 
 
+def uses_gpu() -> bool:
+    """Whether this process has a GPU open."""
+    return any(str(file.resolve()).startswith(OF_GPUS) for file in Path("/proc/self/fd").iterdir())
+
+
 def flaw() -> str | None:
     """Return why no fork of this base can be a worker."""
-    if any(str(file.resolve()).startswith(OF_GPUS) for file in Path("/proc/self/fd").iterdir()):
+    if uses_gpu():
         return "a module of preload uses a GPU"
     # Python's only: a fork lacks these, but pyarrow, say, works without its native one
     num_threads = threading.active_count() - 1
@@ -279,7 +295,8 @@ class ForkServer:
                 raise ValueError(self._flaw)
             if not self._has_ray:
                 self._import_ray(request["variables"])
-            if "words" not in request:  # the raylet is up, and will ask for workers
+            if "words" not in request:  # the raylet is up, or its workers will need more modules
+                import_all(request.get("modules", ()))
                 client.close()
                 return None
             reason = self._refusal(request["variables"])
@@ -287,8 +304,9 @@ class ForkServer:
                 raise ValueError(reason)
             pid = os.fork()
             if pid == 0:
+                path = self._listener.getsockname()
                 self._let_go(client)
-                take_over(request, streams)
+                take_over(request, streams, path)
                 return request
             self._clients[client], self._children[pid] = pid, client
             self._watch.register(client, selectors.EVENT_READ)
@@ -327,6 +345,8 @@ class ForkServer:
         num_threads = len([*Path("/proc/self/task").iterdir()])
         if num_threads > 1:
             return f"its process has {num_threads} threads, and one that forks must have one"
+        if uses_gpu():  # a library that it has imported since
+            return "its process uses a GPU, and forks could not"
         # those with other values here and there
         differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
         if not differ:
@@ -389,8 +409,8 @@ def answer(client: socket.socket, words: dict[str, Any]) -> None:
 # --- in a fork ------------------------------------------------------------------------------------
 
 
-def take_over(request: dict[str, Any], streams: list[int]) -> None:
-    """Make this fork the process that its client stands for."""
+def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
+    """Make this fork the process that its client stands for; `server`: the path of its server."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     try:  # the group of its client: Ray ends a worker's group with it
@@ -413,9 +433,27 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
         *(path for path in added if path and path not in sys.path),
     ]
     importlib.invalidate_caches()
+    from raypool.backends.ray import fork_server as imported  # this is the script, `__main__`
+
+    imported.own_server = server
     see_gpus()
     draw_anew()
     limit_threads()
+
+
+@functools.cache
+def prepare_successors() -> None:
+    """Let the server of this worker import what trainings do, if it has one; once per process.
+
+    A worker that takes over the rank of a killed one then need not import it.
+    """
+    if own_server is None:
+        return
+    body = json.dumps({"modules": OF_TRAININGS}).encode()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(REQUEST_S)
+        server.connect(own_server)
+        server.sendall(struct.pack("q", len(body)) + body)
 
 
 def see_gpus() -> None:
