@@ -179,6 +179,19 @@ TO_A_WORKER = (
 )
 OTHER_DRAWS = "The samplers draw other values."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
+BETWEEN_PARTS = (
+    "Between two parts of a trial a worker waits 5 to 8 ms for the next one (measured once), and an"
+    " epoch takes 50 ms."
+)
+FIRST_DRAWS = "By then each has trained a network or two: the samplers draw other ones."
+THROUGH_RAY = (
+    "Its messages go through a pipe of this machine, raypool's through a process of Ray's, from"
+    " any machine: Ray's own queue takes longer than it, too."
+)
+KEPT_FOR_EACH = (
+    "Of each item raypool keeps the worker, the times and the outcome, and tells the progress bar;"
+    " the other loop keeps its value."
+)
 IN_SECONDS = (
     "The target is in seconds, and the machine computed at less than half of its speed: on a"
     " faster one, the same page was written in 1.3 s instead of 3.1 s."
@@ -295,6 +308,16 @@ REASONS = (
         for name in ("ProcessPoolExecutor", "Optuna's threads")
     ),
     Reason("search", "*: best loss", "Tune's ASHA, actors reused", OTHER_DRAWS),
+    Reason("search", "successive halving, *: workers idle*", "nothing", BETWEEN_PARTS),
+    Reason("search_digits", "*: after 1 s", "*", FIRST_DRAWS),
+    Reason(
+        "queue",
+        "DataQueue, *: a message, by get",
+        "multiprocessing.Queue",
+        THROUGH_RAY,
+        slower="ray.util.queue.Queue",
+    ),
+    Reason("live_view", "the driver, *", "a loop over bare actors", KEPT_FOR_EACH),
 )
 """The first that is for a line holds. What nobody has measured yet has none: the page says so."""
 
