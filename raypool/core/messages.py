@@ -305,8 +305,8 @@ class SetTimer(NamedTuple):
 
     "start": a worker's delayed start. "ready": its start took too long. "timeout": the attempt took
     too long. "leave": the worker's machine is about to go. Without a worker: "idle": the pool may
-    have been idle for long enough; "retry": items of the task may run again; "leave" and "gone":
-    the times of a `PoolLeaving`.
+    have been idle for long enough; "retry": items of the task may run again; "hold": a place
+    that may be faulty was held for long enough; "leave" and "gone": the times of a `PoolLeaving`.
     """
 
     at: float

@@ -849,13 +849,15 @@ class Timers:
         return None
 
     def _is_of_use(self, timer: TimerFired) -> bool:
-        if timer.kind == "idle":
-            return True
-        if timer.kind == "retry":
-            return timer.task_id in self._scheduler.backlog.tasks
+        scheduler = self._scheduler
         if timer.worker_id < 0:
-            return self._scheduler.leaving is not None
-        worker = self._scheduler.workers.by_id.get(timer.worker_id)
+            of_pool = {
+                "idle": True,
+                "retry": timer.task_id in scheduler.backlog.tasks,
+                "hold": bool(scheduler.workers.holds),
+            }
+            return of_pool.get(timer.kind, scheduler.leaving is not None)
+        worker = scheduler.workers.by_id.get(timer.worker_id)
         if worker is None or timer.kind == "leave":
             return worker is not None
         if timer.kind == "timeout":

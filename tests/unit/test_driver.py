@@ -67,6 +67,32 @@ def cut_short(pool: ParallelPool, size: int, **options: Any) -> Results:
     return results
 
 
+# --- a worker where everything fails --------------------------------------------------------------
+
+
+def test_a_worker_that_fails_all_goes_while_the_others_are_at_their_first_item(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three GPUs train for an hour each; one is broken, and its trainings fail after ten seconds.
+
+    It may fail nine of them, and is out of the pool long before another has ended.
+    """
+    pool, workers = scripted(3)
+
+    def script(call: Call) -> Iterator[News]:
+        if call.worker_id == 1:
+            broken = done(call.parts[0], item_s=10.0, errors={0: OSError("no such device")})
+            yield call.finished(broken, after_s=10)
+        else:
+            yield call.finished(after_s=3600)
+
+    workers.script = script
+    results = pool.parfor(train, range(30), on_error="collect")
+    assert len(results.errors) == 9
+    assert [call.worker_id for call in workers.calls].count(1) == 9
+    assert "its last 9 items all failed, and calls of the same function still run on" in caplog.text
+
+
 # --- what is told of a call that lasts ------------------------------------------------------------
 
 
