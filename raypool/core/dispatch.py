@@ -156,7 +156,7 @@ class Dispatcher:
         """
         workers = self._workers
         for gathering in workers.waiting_gangs.values():
-            if len(gathering.members) == gathering.gang.size:
+            if gathering.is_complete:
                 self._start_gang(gathering)
                 return True
         first = self._backlog.head(self._backlog.queue)

@@ -38,7 +38,7 @@ class FaultyPlaces:
         self._outcomes = outcomes
 
     def note_answer(
-        self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int
+        self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int, busy_s: float
     ) -> Departure | None:
         """Count the answer to a call; return why its place has to go, if it has to."""
         attempt.pace.failed += failed
@@ -47,14 +47,14 @@ class FaultyPlaces:
                 self._workers.streaks.pop(worker.place, None)
             return None
         attempt.pace.spoilt += 1
-        return self._note_failure(worker, attempt) if _is_telling(task) else None
+        return self._note_failure(worker, attempt, busy_s) if _is_telling(task) else None
 
     def note_loss(self, worker: Worker, attempt: Attempt, task: Task | None) -> Departure | None:
         """Count a call that lost its worker or took too long; return like `note_answer`."""
         attempt.pace.lost += 1
         if task is None or not _is_telling(task):
             return None
-        return self._note_failure(worker, attempt)
+        return self._note_failure(worker, attempt, self._outcomes.now - worker.since)
 
     def num_to_skip(self, worker: Worker) -> int:
         """Return how many items a worker leaves to others, to get items of various kinds."""
@@ -72,14 +72,16 @@ class FaultyPlaces:
         streaks = self._workers.streaks.get(worker.place, ())
         return sum(streak.calls + streak.repeats for streak in streaks)
 
-    def _note_failure(self, worker: Worker, attempt: Attempt) -> Departure | None:
+    def _note_failure(
+        self, worker: Worker, attempt: Attempt, lasted_s: float
+    ) -> Departure | None:
         streak = self._streak(worker, attempt.pace)
         if attempt.slices[0].attempt == 1:
             streak.calls += 1
         else:
             streak.repeats += 1  # a repeat may be the item's own fault
         streak.items += sum(piece.stop - piece.start for piece in attempt.slices)
-        streak.longest_s = max(streak.longest_s, self._outcomes.now - worker.since)
+        streak.longest_s = max(streak.longest_s, lasted_s)
         return self.judge(worker)
 
     def judge(self, worker: Worker) -> Departure | None:

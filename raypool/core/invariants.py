@@ -75,6 +75,10 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
         assert workers.by_id[number].place in workers.holds, "a worker is held without a reason"
         is_busy_elsewhere = any(w.attempts for w in workers.by_id.values() if w.worker_id != number)
         assert is_busy_elsewhere, "a worker is held, and nothing runs elsewhere"
+    for place in workers.holds:
+        number = workers.places[place].worker_id
+        is_free = workers.by_id[number].state is WorkerState.IDLE
+        assert not is_free or number in workers.held, "a held place offers its worker"
     assert not workers.lanes_lost, "the tasks of a lane without places have not failed"
     assert not workers.parked or not backlog.tasks, "workers are parked although there is work"
     for heap, free in [

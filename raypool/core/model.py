@@ -295,6 +295,11 @@ class WaitingGang:
     gang: Task
     members: WaitingList = field(default_factory=dict)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gang can start."""
+        return len(self.members) == self.gang.size
+
     def wants(self, place: int) -> bool:
         """Whether the gang may use a place."""
         return self.gang.lane is None or place in self.gang.lane.places

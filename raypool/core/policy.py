@@ -51,11 +51,13 @@ the same functions fail elsewhere.
 """
 
 OUTLASTED = 2
-"""A call elsewhere has outlasted the failed ones if it still runs when this many times the longest
-of them has passed since the last.
+"""A call elsewhere has outlasted the failed ones if it still runs when a place has been held for
+this many times the longest of them.
 """
 
-LEAST_HOLD_S = 1.0
+LEAST_HOLD_S = 10.0
+"""The place may have imported in an earlier call what the others are still importing."""
+
 MOST_HOLD_S = 60.0
 
 FIRST_DELAY_S = 0.5
@@ -205,8 +207,8 @@ def hold_s(longest_s: float) -> float:
     """Return how long a place is held whose failed calls took up to `longest_s` seconds [s].
 
     Example:
-        >>> [hold_s(longest_s) for longest_s in (0.001, 5.0, 3600.0)]
-        [1.0, 10.0, 60.0]
+        >>> [hold_s(longest_s) for longest_s in (0.001, 15.0, 3600.0)]
+        [10.0, 30.0, 60.0]
     """
     return min(max(OUTLASTED * longest_s, LEAST_HOLD_S), MOST_HOLD_S)
 

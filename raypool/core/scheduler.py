@@ -545,7 +545,8 @@ class Answers:
             attempt.pace.observe(done, busy_s)
             if wanted is not None and (failed or self._workers.streaks):
                 self._losses.take_out(
-                    worker, self._faults.note_answer(worker, attempt, wanted, done, failed)
+                    worker,
+                    self._faults.note_answer(worker, attempt, wanted, done, failed, busy_s),
                 )
 
 

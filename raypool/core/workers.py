@@ -356,8 +356,9 @@ class Workers:
     # --- gangs ------------------------------------------------------------------------------------
 
     def gathering_for(self, worker: Worker) -> WaitingGang | None:
-        """Return the waiting gang that wants a worker's place."""
-        gatherings = self.waiting_gangs.values()
+        """Return the waiting gang that wants a worker's place and has too few yet."""
+        # two workers may become free in one event, and a gang needs only the first
+        gatherings = [each for each in self.waiting_gangs.values() if not each.is_complete]
         return next((each for each in gatherings if each.wants(worker.place)), None)
 
     @property

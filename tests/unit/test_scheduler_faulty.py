@@ -4,7 +4,7 @@ out none.
 
 import pytest
 
-from raypool.core.messages import DropPlace, Vacate
+from raypool.core.messages import DropPlace, RunGang, Vacate
 from raypool.core.model import PoolState, Report
 from raypool.errors import LossReason
 
@@ -64,10 +64,9 @@ def test_a_place_that_fails_item_after_item_is_taken_out_while_others_work(busy)
 
 def test_one_that_fails_first_is_not_taken_out_if_others_fail_later(busy):
     """All four import a library; the first to have it meets the error in the function ten times."""
-    busy.now = 5.0
     while (attempt_id := call_of(busy, 2)) is not None:
-        busy.finish(attempt_id, FAILED)
-    busy.now = 14.9
+        busy.finish(attempt_id, Report(1, failed=1, busy_s=20.0))
+    busy.now = 39.9
     assert busy.fire("hold") == [], "calls elsewhere have run for less than twice as long"
     busy.finish(call_of(busy, 0), FAILED)
     assert call_of(busy, 2) is not None
@@ -81,6 +80,18 @@ def test_a_held_place_goes_at_once_when_a_call_elsewhere_succeeds(busy):
     assert call_of(busy, 2) is None
     commands = busy.finish(call_of(busy, 0))
     assert drop_among(commands, 2) == DropPlace(2, FAULTY, failed=9, finished=1)
+
+
+def test_a_gang_takes_no_more_than_it_needs_of_those_that_are_free_at_once(pool_of):
+    """One worker ends a call, by which the place of the other is found not to be faulty."""
+    pool = pool_of(2)
+    pool.submit(0, size=10)
+    for _ in range(9):
+        pool.finish(call_of(pool, 0), FAILED)
+    pool.submit(1, is_gang=True)
+    commands = pool.finish(call_of(pool, 1), FAILED)
+    assert [command.runs[0].slices[0].task_id for command in commands if type(command) is RunGang]
+    assert pool.tasks == [1]
 
 
 def test_a_held_place_works_again_when_nobody_else_is_left(pool_of):
