@@ -6,7 +6,7 @@ all parties, with as many threads; `fit` and the loop by hand have to come to th
 Ray Train starts each time has three rounds, for want of time. How fast a loop of one's own is
 stands under "One training by each launcher".
 
-A killed rank: rank 1 of two gets SIGKILL after 30 steps, which take 0.1 s each, in a fresh process
+A killed rank: rank 1 of two gets SIGKILL after 50 steps, which take 0.1 s each, in a fresh process
 whose pool, or Ray, has trained before; until the next report of rank 0.
 """
 

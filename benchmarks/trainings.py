@@ -18,7 +18,7 @@ from benchmarks.contest import WrongAnswersError
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 WARM_UP = 10
-KILLED_AFTER = 30
+KILLED_AFTER = 50
 PAUSE_S = 0.1
 CLASSES = 10
 

@@ -174,8 +174,14 @@ def test_data_loaders_groups_trainings_and_cancelling_work_in_forks(run_python: 
 
 
 RESUMED = """
+def known():
+    return parent() is not None, "ray.train" in sys.modules, "torch._dynamo" in sys.modules
+
+def begun_as():
+    global at_start
+    at_start = known()
+
 def train():
-    known = [name in sys.modules for name in ("raypool.train.ray_train", "torch._dynamo")]
     import ray.train, torch
     from ray.train.torch import prepare_model
     context = ray.train.get_context()
@@ -186,16 +192,46 @@ def train():
     if context.get_world_rank() == 1 and is_first:
         open(fifo + ".killed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
-    return parent() is not None, known
+    return at_start
 
-with parpool(2, profile=profile()) as pool:
+def report():
+    import ray.train
+    ray.train.report({})
+
+with parpool(2, profile=profile(setup=begun_as)) as pool:
+    new_process = pool.options(fresh_process=True)
+    print(new_process.parfeval(known).result())
+    pool.train(report).result()
+    while not all(new_process.parfeval(known).result()):
+        pass
     print(pool.train(train).result().values[1])
 """
 
 
 def test_a_worker_in_place_of_a_killed_rank_has_imported_what_trainings_do(run_python: Any) -> None:
     done = run_python(HEAD + WORKERS + RESUMED)
-    assert done.stdout.splitlines() == ["(True, [True, True])"]
+    assert done.stdout.splitlines() == ["(True, False, False)", "(True, True, True)"]
+
+
+def test_imports_of_trainings_that_start_threads_stay_out_of_the_server(
+    run_python: Any, tmp_path: Path
+) -> None:
+    """As pandas does where numexpr is installed."""
+    threads = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "numexpr.py").write_text(f"{threads}\n__version__ = '2.99'\n")
+    code = """
+def report():
+    import ray.train
+    ray.train.report({})
+    return "numexpr" in sys.modules
+
+with parpool(2, profile=profile()) as pool:
+    print(pool.train(report).result().values)
+    pool.options(fresh_process=True).parfor(abs, range(20))
+    print(pool.options(fresh_process=True).parfeval(parent).result() is not None)
+"""
+    done = run_python(HEAD + WORKERS + code, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines() == ["[True, True]", "True"]
 
 
 def test_workers_on_a_node_that_raypool_starts_for_drivers_are_forks(

@@ -95,6 +95,12 @@ NOT_FORKED = "The fork server is not used, so workers start more slowly and shar
 REQUEST_S = 5.0
 """How long a client may take to send its request [s]."""
 
+TRIAL_S = 60
+"""How long the fork that imports what trainings do may take [s]."""
+
+NO_TRIAL = -1
+"""The process of a trial that is over."""
+
 
 # --- in the driver --------------------------------------------------------------------------------
 
@@ -213,12 +219,9 @@ def read_early(variables: Mapping[str, str]) -> dict[str, str]:
 
 def import_all(modules: Sequence[str]) -> None:
     """Import those of the modules that can be imported."""
-    missing = [name for name in modules if name not in sys.modules]
-    for name in missing:
+    for name in modules:
         with contextlib.suppress(Exception):  # the worker that needs it will say what is wrong
             importlib.import_module(name)
-    if not missing:
-        return
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and so would copy shared pages
 
@@ -226,6 +229,23 @@ def import_all(modules: Sequence[str]) -> None:
 def uses_gpu() -> bool:
     """Whether this process has a GPU open."""
     return any(str(file.resolve()).startswith(OF_GPUS) for file in Path("/proc/self/fd").iterdir())
+
+
+def hindrance() -> str | None:
+    """Return why this process cannot fork workers."""
+    num_threads = len([*Path("/proc/self/task").iterdir()])
+    if num_threads > 1:
+        return f"its process has {num_threads} threads, and one that forks must have one"
+    return "its process uses a GPU, and forks could not" if uses_gpu() else None
+
+
+def find_users_modules() -> None:
+    """Find out which modules are the user's: each worker asks, and forks inherit the answers."""
+    with contextlib.suppress(Exception):
+        from raypool.channel.users_code import is_users
+
+        for name in sys.modules.copy():
+            is_users(name)
 
 
 def flaw() -> str | None:
@@ -257,6 +277,7 @@ class ForkServer:
         self._flaw = flaw
         self._clients: dict[socket.socket, int] = {}  # the process of each
         self._children: dict[int, socket.socket] = {}
+        self._trial: int | None = None  # the fork that imports what trainings do
         self._wake = socket.socketpair()
         for one in self._wake:
             one.setblocking(False)
@@ -295,8 +316,9 @@ class ForkServer:
                 raise ValueError(self._flaw)
             if not self._has_ray:
                 self._import_ray(request["variables"])
-            if "words" not in request:  # the raylet is up, or its workers will need more modules
-                import_all(request.get("modules", ()))
+            if "words" not in request:  # the raylet is up, or its workers train
+                if "trains" in request:
+                    self._prepare_for_trainings(client)
                 client.close()
                 return None
             reason = self._refusal(request["variables"])
@@ -327,12 +349,7 @@ class ForkServer:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         sys.path.append(self._raypool)
         import_all(OF_WORKERS)
-        # each worker asks this of all modules; forks inherit the answers
-        with contextlib.suppress(Exception):
-            from raypool.channel.users_code import is_users
-
-            for name in sys.modules.copy():
-                is_users(name)
+        find_users_modules()
         sys.path.remove(self._raypool)
         self._has_ray = True
         self._watch.unregister(self._owner)
@@ -340,13 +357,25 @@ class ForkServer:
         self._owner = raylet
         self._watch.register(raylet, selectors.EVENT_READ)
 
+    def _prepare_for_trainings(self, client: socket.socket) -> None:
+        """Import what trainings do in a fork, and then here if that fork could fork workers.
+
+        An import cannot be undone, and this one imports pandas, which imports numexpr where that
+        is installed, which starts threads.
+        """
+        if self._trial is not None:
+            return
+        self._trial = os.fork()
+        if self._trial == 0:
+            self._let_go(client)
+            signal.alarm(TRIAL_S)
+            import_all(OF_TRAININGS)
+            os._exit(0 if hindrance() is None else 1)
+
     def _refusal(self, wanted: dict[str, str]) -> str | None:
         """Return why a worker with these variables cannot be a fork of this process."""
-        num_threads = len([*Path("/proc/self/task").iterdir()])
-        if num_threads > 1:
-            return f"its process has {num_threads} threads, and one that forks must have one"
-        if uses_gpu():  # a library that it has imported since
-            return "its process uses a GPU, and forks could not"
+        if (reason := hindrance()) is not None:
+            return reason
         # those with other values here and there
         differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
         if not differ:
@@ -367,6 +396,11 @@ class ForkServer:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     return
+                if pid == self._trial:
+                    self._trial = NO_TRIAL
+                    if status == 0:
+                        import_all(OF_TRAININGS)
+                        find_users_modules()
                 client = self._children.pop(pid, None)
                 if client is not None:
                     del self._clients[client]
@@ -443,13 +477,13 @@ def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
 
 @functools.cache
 def prepare_successors() -> None:
-    """Let the server of this worker import what trainings do, if it has one; once per process.
+    """Tell the server of this worker, if it has one, that its workers train; once per process.
 
-    A worker that takes over the rank of a killed one then need not import it.
+    It imports what they have imported: a worker that takes over a killed rank then need not.
     """
     if own_server is None:
         return
-    body = json.dumps({"modules": OF_TRAININGS}).encode()
+    body = json.dumps({"trains": True}).encode()
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
         server.settimeout(REQUEST_S)
         server.connect(own_server)
