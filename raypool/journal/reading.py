@@ -127,7 +127,7 @@ def _load(folder: Path) -> Results[Any]:
         )
     keys = [entry.key for entry in entries]
     # a trial may have run in several parts, each with its outcome
-    runs = {} if (folder / STUDY).exists() else _runs_of(contents)
+    runs = {} if (folder / STUDY).exists() else runs_of(contents)
     return results_of(
         folder,
         contents,
@@ -652,7 +652,7 @@ def version_of(path: Path) -> tuple[int, ...] | None:
 # --- reports of items -----------------------------------------------------------------------------
 
 
-def _runs_of(contents: Contents) -> dict[str, range]:
+def runs_of(contents: Contents) -> dict[str, range]:
     """Return the runs that led to the newest outcome of each item, by its key.
 
     That is the run with the outcome, and killed ones before it, from which the item may go on.

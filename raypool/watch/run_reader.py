@@ -26,12 +26,15 @@ from raypool.journal.reading import (
     JournalTail,
     entries_of,
     is_training,
+    newest_run,
     opened,
     parts_of,
+    positions_of,
     read_contents,
     report_in,
     results_of,
     runs_below,
+    runs_of,
     version_of,
 )
 from raypool.journal.rows import DATABASE, Stored, StoredAt, words_of
@@ -69,17 +72,29 @@ State = dict[str, Any]
 
 
 class ItemReports:
-    """The numbers that an item has reported, as columns with NaN where there is none."""
+    """The numbers that an item has reported, as columns with NaN where there is none.
+
+    As in `load_results`, the reports of a call whose outcome was replaced are left out.
+    """
 
     def __init__(self) -> None:
         self._offset = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self.times = array("d")
+        self.runs = array("q")
         self.attempts = array("q")
         self.numbers: dict[str, array[float]] = {}
         self.last: dict[str, Any] = {}
 
-    def read(self, path: Path) -> bool:
-        """Read new lines of the item's file; return whether there were reports in them."""
+    def read(self, path: Path, runs: range | None) -> bool:
+        """Read new lines of the item's file; return whether there were reports in them.
+
+        `runs`: those that led to the item's newest outcome, if it has one.
+        """
+        if runs is not None and self.runs and self.runs[-1] < runs.start:
+            self._forget()
         try:
             if path.stat().st_size == self._offset:
                 return False
@@ -92,13 +107,18 @@ class ItemReports:
         lines.pop()  # the end of the last line may follow
         self._offset += data.rfind(b"\n") + 1
         found = [report for line in lines if (report := report_in(line, 0)) is not None]
-        for _, (seconds, _, attempt, metrics) in found:
-            self._add(seconds, attempt, metrics)
-        return bool(found)
+        kept = [each for each in found if runs is None or each[0] >= runs.start]
+        for run, (seconds, _, attempt, metrics) in kept:
+            # it runs again, after its newest outcome
+            if runs is not None and run >= runs.stop and self.runs and self.runs[-1] < runs.stop:
+                self._forget()
+            self._add(run, seconds, attempt, metrics)
+        return bool(kept)
 
-    def _add(self, seconds: float, attempt: int, metrics: Mapping[str, Any]) -> None:
+    def _add(self, run: int, seconds: float, attempt: int, metrics: Mapping[str, Any]) -> None:
         num_before = len(self.times)
         self.times.append(seconds)
+        self.runs.append(run)
         self.attempts.append(attempt)
         for name, value in metrics.items():
             if value is None:
@@ -129,7 +149,10 @@ class ItemReports:
         before = None
         for place in thinned([y[at] for at in places], most):
             at = places[place]
-            if before is not None and self.attempts[at] != self.attempts[before]:
+            if before is not None and (self.runs[at], self.attempts[at]) != (
+                self.runs[before],
+                self.attempts[before],
+            ):
                 curve["x"].append(None)
                 curve["y"].append(None)
             curve["x"].append(x[at])
@@ -164,6 +187,8 @@ class RunReader:
         self._tail = JournalTail(folder)
         self._first_run: list[Row] = []
         self._entries: list[ItemRecord] = []
+        self._num_now = 0  # of the entries, the first ones: the items of the newest call
+        self._runs: dict[str, range] = {}
         self._attempts: list[list[Any]] = []
         self._files: dict[str, tuple[Any, Any]] = {}  # by name: version and content
         self._forget()
@@ -187,7 +212,10 @@ class RunReader:
         except JournalError as error:
             problem = str(error)
         if is_new:
-            self._entries = entries_of(self._tail.contents)
+            contents = self._tail.contents
+            self._entries = entries_of(contents)
+            self._num_now = len({*positions_of(contents, newest_run(contents)).values()})
+            self._runs = {} if (self.folder / STUDY).exists() else runs_of(contents)
             first_run = self._tail.contents["runs"][:1]
             if first_run != self._first_run:  # the folder was removed, and used again
                 self._first_run = first_run
@@ -214,7 +242,7 @@ class RunReader:
             if n and self._settled.get(key) == n and index not in running:
                 continue
             reports = self._reports.get(key) or ItemReports()
-            if reports.read(self.folder / "items" / key / METRICS):
+            if reports.read(self.folder / "items" / key / METRICS, self._runs.get(key)):
                 self._reports[key] = reports
                 self._metrics |= dict.fromkeys(reports.numbers)
                 changed.append(index)
@@ -226,7 +254,8 @@ class RunReader:
         entries = self._entries
         feed = Feed()
         for index, entry in enumerate(entries):
-            if (reports := self._reports.get(entry.key)) is not None:
+            reports = self._reports.get(entry.key)
+            if reports is not None and reports.times:
                 feed.add_row((reports.times[-1], index, reports.attempts[-1], reports.last))
         items = self._opened([(entry.key, entry.item) for entry in entries])
         values = self._opened([(entry.key, entry.value) for entry in entries])
@@ -284,7 +313,8 @@ class RunReader:
             rows[index] = row = [*rows[index]]
             last = self._reports[self._entries[index].key].last
             for name, at in table.last.items():
-                row[at] = short(last.get(name))
+                # the table renames a metric with the name of a column of its own
+                row[at] = short(last.get(name, last.get(name.removeprefix("reported_"))))
         return table._replace(rows=rows)
 
     def _state(
@@ -302,10 +332,12 @@ class RunReader:
         actions = self._content("actions.jsonl", lambda: _clean(actions_in(self.folder)))[0] or []
         cancelled = _cancelled(actions, started_at or 0.0)
         rows = [] if table is None else self._marked(table, running, cancelled, is_now)
-        counts = Counter(row[table.mark] for row in rows if table is not None)
+        # while a call runs, items that only earlier ones had do not count
+        counted = rows[: self._num_now] if is_now else rows
+        counts = Counter(row[table.mark] for row in counted if table is not None)
         total = (live or {}).get("total") or (None if is_now else len(rows))
-        if is_now and total is not None and total > len(rows):
-            counts["waiting"] += total - len(rows)
+        if is_now and total is not None and total > len(counted):
+            counts["waiting"] += total - len(counted)
         why_not = self._why_not
         if why_not is None and not is_now:
             why_not = "The run has ended, so nothing can be done with its items."
@@ -352,7 +384,8 @@ class RunReader:
             if index in running:
                 status = "running"
             elif status in ("missing", "unfinished"):
-                status = "cancelled" if index in cancelled else "waiting" if is_now else status
+                is_waiting = is_now and index < self._num_now
+                status = "cancelled" if index in cancelled else "waiting" if is_waiting else status
             if status != row[table.mark]:
                 row = [*row]
                 row[table.mark] = status
@@ -465,7 +498,9 @@ class Brief:
         started_at, duration_s = None, 0.0
         with contextlib.suppress(JournalError):
             contents = read_contents(folder, lambda *_: None)
-            statuses = [entry.stored and entry.stored.status for entry in entries_of(contents)]
+            num_now = len({*positions_of(contents, newest_run(contents)).values()})
+            entries = entries_of(contents)[: num_now if is_now else None]
+            statuses = [entry.stored and entry.stored.status for entry in entries]
             counts = Counter(status or ("waiting" if is_now else "missing") for status in statuses)
             started_at, duration_s = _times(contents, is_now)
         brief = {

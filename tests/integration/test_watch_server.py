@@ -392,6 +392,40 @@ def test_a_run_that_is_followed_looks_as_one_that_is_read_at_its_end(tmp_path: P
     assert reader.look() == RunReader(folder).look()
 
 
+def test_an_item_that_runs_again_is_shown_without_what_its_failed_call_has_reported(
+    tmp_path: Path,
+) -> None:
+    """And items that only an earlier call had do not count."""
+    folder, mended = tmp_path / "run", tmp_path / "mended"
+    reader, seen = RunReader(folder), []
+
+    def fn(item: int) -> None:
+        for epoch in range(3):
+            report(loss=item + 1 / (epoch + 1), time=epoch)
+            if epoch == 1 and not mended.exists():
+                raise ValueError("not yet")
+
+    def look(_: object) -> None:
+        seen.append(reader.look())
+
+    with parpool(profile="inline", quiet=True) as pool:
+
+        def run(items: Any) -> None:
+            pool.parfor(
+                fn, items, run_dir=folder, progress=False, on_report=look, on_error="collect"
+            )
+
+        run(range(3))
+        assert reader.curves([0], "loss", "", 9)["0"]["y"] == [1.0, 0.5]
+        mended.touch()
+        run(range(2))
+    names = [column["name"] for column in seen[-1]["columns"]]
+    assert seen[-1]["rows"][1][names.index("last reported_time")] == 2
+    assert sum(seen[-1]["counts"].values()) == 2
+    assert reader.look() == RunReader(folder).look()
+    assert reader.curves([0], "loss", "", 9)["0"]["y"] == pytest.approx([1.0, 0.5, 1 / 3])
+
+
 def test_of_many_metrics_none_is_left_out_without_a_note(tmp_path: Path) -> None:
     def train_many(config: dict[str, Any]) -> None:
         report(epoch=0, **{f"class_{number}": 0.5 for number in range(24)})
