@@ -768,7 +768,7 @@ class LoopRun:
         for index, value in enumerate(values):
             if type(value) is Missing:
                 values[index] = None
-                errors[index] = value.error
+                errors.setdefault(index, value.error)
 
 
 class Fold:
@@ -796,7 +796,8 @@ class Fold:
             values = result.values_of(piece.start, piece.stop)
             found = dict(zip(self._work.numbers(piece), values, strict=True))
             if Missing in map(type, values):
-                errors |= {i: each.error for i, each in found.items() if type(each) is Missing}
+                lost = {i: each.error for i, each in found.items() if type(each) is Missing}
+                errors |= {i: error for i, error in lost.items() if i not in errors}
             if errors:
                 found = {i: each for i, each in found.items() if i not in errors}
             self._ahead.update(found)

@@ -235,9 +235,12 @@ class SliceResult:
         )
 
     def values_of(self, start: int, stop: int) -> list[Any]:
-        """Return the values of these items."""
+        """Return the values of these items, all of them `Missing` if they are lost."""
         first = self.offset + start - self.start
-        return self.values.get()[first : first + stop - start]
+        try:
+            return self.values.get()[first : first + stop - start]
+        except Exception as error:  # Ray has ended, say, or the node with large values has
+            return [Missing(error)] * (stop - start)
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return the failed items whose exceptions the user wants to retry."""
@@ -290,7 +293,7 @@ class Values(Protocol):
 
 
 class Missing(NamedTuple):
-    """Stands for a value that arrived and cannot be unpickled."""
+    """Stands for a value that was returned and is lost, or cannot be unpickled."""
 
     error: Exception
 

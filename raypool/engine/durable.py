@@ -444,12 +444,8 @@ def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
     try:
         return result.values_of(piece.start, piece.stop)
-    except BaseException as error:  # also what the user's code raises when it is unpickled
-        lost = (
-            error
-            if isinstance(error, Exception)
-            else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
-        )
+    except BaseException as error:  # the user's code may raise SystemExit when it is unpickled
+        lost = TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
         return [Missing(lost)] * (piece.stop - piece.start)
 
 

@@ -970,7 +970,7 @@ class Search(LoopRun):
             values = result.values_of(piece.start, piece.stop)
             for index, value in zip(work.numbers(piece), values, strict=True):
                 work_error = work.errors.get(index)
-                if type(value) is Missing:
+                if work_error is None and type(value) is Missing:
                     work_error = value.error
                 self._end_part(self.trials[index], value, work_error)
         while self._num_seen[1] < len(work.lost):

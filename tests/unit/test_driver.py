@@ -21,6 +21,7 @@ from raypool import (
     PoolPreemptedError,
     Results,
     SpmdError,
+    TaskError,
     WorkerLostError,
     wait,
 )
@@ -91,6 +92,39 @@ def test_a_worker_that_fails_all_goes_while_the_others_are_at_their_first_item(
     assert len(results.errors) == 9
     assert [call.worker_id for call in workers.calls].count(1) == 9
     assert "its last 9 items all failed, and calls of the same function still run on" in caplog.text
+
+
+# --- values that are lost after they were returned ------------------------------------------------
+
+
+class Gone:
+    """Large values whose node has died."""
+
+    def get(self) -> list[Any]:
+        raise TaskError("A stored result is lost: its node died.")
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "collect"}], ids=["stop", "collect"])
+def test_a_loop_keeps_its_results_if_some_values_are_lost(options: dict[str, Any]) -> None:
+    pool, workers = scripted(2)
+
+    def script(call: Call) -> Iterator[News]:
+        (part,) = call.parts
+        result = done(part, errors={0: ValueError("own")} if call.items == [3] else {})
+        yield call.finished(replace(result, values=Gone()) if call.items[0] in (1, 3) else result)
+
+    workers.script = script
+    if options:
+        results = pool.parfor(train, range(4), chunk_size=1, **options)
+        assert {index: str(error) for index, error in results.errors.items()} == {
+            1: "A stored result is lost: its node died.",
+            3: "own",
+        }
+    else:
+        with pytest.raises(TaskError, match="its node died") as caught:
+            pool.parfor(train, range(3), chunk_size=1)
+        results = caught.value.results  # type: ignore[attr-defined]
+    assert (results[0], results[2]) == (0, 2)
 
 
 # --- what is told of a call that lasts ------------------------------------------------------------
