@@ -217,7 +217,9 @@ def test_imports_of_trainings_that_start_threads_stay_out_of_the_server(
     run_python: Any, tmp_path: Path
 ) -> None:
     """As pandas does where numexpr is installed."""
-    threads = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    threads = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
     (tmp_path / "numexpr.py").write_text(f"{threads}\n__version__ = '2.99'\n")
     code = """
 def report():

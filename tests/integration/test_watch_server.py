@@ -401,7 +401,7 @@ def test_an_item_that_runs_again_is_shown_without_what_its_failed_call_has_repor
 
     def fn(item: int) -> None:
         for epoch in range(3):
-            report(loss=item + 1 / (epoch + 1), time=epoch)
+            report(loss=item + 1 / (epoch + 1))
             if epoch == 1 and not mended.exists():
                 raise ValueError("not yet")
 
@@ -416,14 +416,29 @@ def test_an_item_that_runs_again_is_shown_without_what_its_failed_call_has_repor
             )
 
         run(range(3))
+        reader.look()
         assert reader.curves([0], "loss", "", 9)["0"]["y"] == [1.0, 0.5]
         mended.touch()
         run(range(2))
-    names = [column["name"] for column in seen[-1]["columns"]]
-    assert seen[-1]["rows"][1][names.index("last reported_time")] == 2
     assert sum(seen[-1]["counts"].values()) == 2
     assert reader.look() == RunReader(folder).look()
     assert reader.curves([0], "loss", "", 9)["0"]["y"] == pytest.approx([1.0, 0.5, 1 / 3])
+
+
+def test_new_reports_of_a_metric_with_the_name_of_a_column_are_shown(tmp_path: Path) -> None:
+    def fn(_: int) -> None:
+        report(time=1.0)
+        raise KeyboardInterrupt
+
+    with parpool(profile="inline", quiet=True) as pool, pytest.raises(KeyboardInterrupt):
+        pool.parfor(fn, [0], run_dir=tmp_path / "run", progress=False)
+    reader = RunReader(tmp_path / "run")
+    names = [column["name"] for column in reader.look()["columns"]]
+    (file,) = (tmp_path / "run" / "items").glob("*/metrics.jsonl")
+    with file.open("a") as lines:
+        lines.write(json.dumps({"run": 1, "time": 0.0, "attempt": 1, "metrics": {"time": 2.0}}))
+        lines.write("\n")
+    assert reader.look()["rows"][0][names.index("last reported_time")] == 2.0
 
 
 def test_of_many_metrics_none_is_left_out_without_a_note(tmp_path: Path) -> None:
