@@ -72,9 +72,7 @@ class FaultyPlaces:
         streaks = self._workers.streaks.get(worker.place, ())
         return sum(streak.calls + streak.repeats for streak in streaks)
 
-    def _note_failure(
-        self, worker: Worker, attempt: Attempt, lasted_s: float
-    ) -> Departure | None:
+    def _note_failure(self, worker: Worker, attempt: Attempt, lasted_s: float) -> Departure | None:
         streak = self._streak(worker, attempt.pace)
         if attempt.slices[0].attempt == 1:
             streak.calls += 1
