@@ -445,9 +445,8 @@ class LiveLog:
             spans = itertools.islice(itertools.pairwise(times), piece.start - result.start, None)
             values = result.values_of(piece.start, piece.stop)
             for index, value, span in zip(work.numbers(piece), values, spans, strict=False):
-                error = work.errors.get(index)
-                if error is None and type(value) is Missing:
-                    error = value.error
+                unread = value.error if type(value) is Missing else None
+                error = work.errors.get(index, unread)
                 status, value = ("finished", value) if error is None else ("failed", None)
                 self._outcomes[index] = status, value, error, *span
         for piece, failure, _ in lost:
