@@ -321,7 +321,8 @@ class Results(Sequence[T_co]):
         `raypool.errors.reason_of`) and `error` (the exception's type and text).
 
         The table of a search begins with the `trial`'s number, its `state`, its score and its
-        `epochs`.
+        `epochs`. The score has the name of the metric; where another of these columns has that, it
+        is in "score_NAME".
 
         The index has the numbers of the items, or that of the pandas DataFrame whose rows were the
         items; `load_results` has only the numbers.
@@ -507,7 +508,7 @@ class Results(Sequence[T_co]):
 
         own, trials = RUN_COLUMNS, self._trials
         if trials is not None:
-            own = (*(name for name in trials.columns if name != trials.metric), *own)
+            own = (*(name for name in trials.columns if name != trials.score_column), *own)
         return Story(
             self.to_frame().reset_index(drop=True),
             self.attempts,
@@ -741,7 +742,7 @@ def best_first(results: Results[Any]) -> tuple[pd.DataFrame, str | None]:
     if (trials := results._trials) is not None:
         order = trials.ranked()
         rest = (item for item in range(len(frame)) if item not in order)
-        return frame.iloc[[*order, *rest]], trials.metric
+        return frame.iloc[[*order, *rest]], trials.score_column
     metric = leading_metric(results)
     if metric is None:
         return frame, None
@@ -770,7 +771,7 @@ def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
     first whose name tells the direction.
     """
     if (trials := results._trials) is not None:
-        return trials.metric, trials.ranked()
+        return trials.score_column, trials.ranked()
     frame, name = results.to_frame(), leading_metric(results)
     metric, scores = name, {} if name is None else numbers_in(frame, name)
     if name is None:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from raypool.results import RUN_COLUMNS
 from raypool.views.words import describe_error
 
 logger = logging.getLogger("raypool")
@@ -39,6 +40,9 @@ OWNER = "raypool_run_dir"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 """The states of Optuna's trials that have ended."""
 
+OTHER_COLUMNS = ("trial", "state", "epochs", "parent", *RUN_COLUMNS)
+"""The columns of a search's table that always have these names."""
+
 
 class Trials(NamedTuple):
     """The trials of a search, by the number of their item.
@@ -59,10 +63,15 @@ class Trials(NamedTuple):
     workers: int | None = None
 
     @property
+    def score_column(self) -> str:
+        """The name of the scores in tables: the metric's, unless another column has that."""
+        return f"score_{self.metric}" if self.metric in OTHER_COLUMNS else self.metric
+
+    @property
     def columns(self) -> dict[str, list[Any]]:
         """The columns of the trials in tables."""
         columns: dict[str, Any] = {"trial": self.numbers, "state": self.states}
-        columns |= {self.metric: self.scores, "epochs": self.epochs}
+        columns |= {self.score_column: self.scores, "epochs": self.epochs}
         if self.parents:
             columns["parent"] = self.parents
         return {name: list(cells) for name, cells in columns.items()}

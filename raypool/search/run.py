@@ -158,9 +158,9 @@ class SearchResults:
     def to_frame(self) -> pd.DataFrame:
         """Return a row for each trial, the best first: number, state, score, epochs, configuration.
 
-        Then come the columns of `Results.to_frame`. The score has the name of the metric. Complete
-        trials come before pruned ones. With a population, `parent` is the trial that the trial took
-        over from.
+        Then come the columns of `Results.to_frame`. The score has the name of the metric, or is in
+        "score_NAME" if that is another column's. Complete trials come before pruned ones. With a
+        population, `parent` is the trial that the trial took over from.
         """
         return best_first(self.results)[0].reset_index(drop=True)
 

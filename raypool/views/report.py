@@ -102,6 +102,8 @@ class Story(NamedTuple):
     @property
     def best_by(self) -> str | None:
         """The name under which the metric was reported, if it was."""
+        if self.trials is not None:
+            return self.trials.metric
         return None if self.metric is None else self.metric.removeprefix("last ")
 
 

@@ -28,6 +28,9 @@ def train(config):
 def fail(config):
     raise LookupError("no data")
 
+def named_as_columns(config):
+    return {"error": config["x"], "trial": config["x"]}
+
 def diverge(config):
     return float("inf")
 """
@@ -82,6 +85,17 @@ def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path)
     line = rf"\d complete, \d+ pruned; best accuracy {trials[0]['accuracy']:.6g} \(trial"
     assert re.search(f"^15 trials: {line}", raypool("show", "run").stderr)
     assert re.search(rf"search\.train +15 +{line}", raypool("ls").stdout)
+
+
+@pytest.mark.parametrize("metric", ["error", "trial"])
+def test_a_metric_with_the_name_of_another_column_keeps_its_scores(metric: str) -> None:
+    options = ("--metric", metric, "--mode", "min", "--num-trials", "3", "--seed", "1", "--json")
+    done = search(*options, function="named_as_columns")
+    assert done.exit_code == 0, done.output
+    for table in (done.stdout, raypool("show", "run", "--json").stdout):
+        trials = json.loads(table)
+        assert [trial[f"score_{metric}"] for trial in trials] == [trial["x"] for trial in trials]
+        assert (sorted(trial["trial"] for trial in trials), trials[0]["error"]) == ([0, 1, 2], None)
 
 
 def test_failures_and_mistakes(folder: Path) -> None:
