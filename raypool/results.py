@@ -282,6 +282,10 @@ class Results(Sequence[T_co]):
         """
         return self._get_feed().metrics("item")
 
+    def _last_reports(self) -> pd.DataFrame:
+        """Return the last value of each metric: as in `metrics`, with a row for each item."""
+        return self._get_feed().newest().metrics("item").set_index("item")
+
     @property
     def diary(self) -> Sequence[str]:
         r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike, by item number.
@@ -513,6 +517,7 @@ class Results(Sequence[T_co]):
             self.to_frame().reset_index(drop=True),
             self.attempts,
             self.metrics,
+            self._last_reports(),
             list(self._configs()),
             own,
             self.errors,
@@ -775,7 +780,7 @@ def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
     frame, name = results.to_frame(), leading_metric(results)
     metric, scores = name, {} if name is None else numbers_in(frame, name)
     if name is None:
-        last = results.metrics.groupby("item").last()
+        last = results._last_reports()
         items = list(map(int, last.index))
         for column in last.columns[2:]:  # after time and attempt
             with contextlib.suppress(InvalidValueError):  # the name does not tell

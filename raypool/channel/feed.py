@@ -336,6 +336,18 @@ class Feed:
                 rows += pickle.load(file)
         return rows
 
+    def newest(self) -> Feed:
+        """Return a feed with one report of each item: the last value of each metric, also NaN."""
+        rows: dict[int, Row] = {}
+        for time, item, attempt, metrics in sorted(self.rows(), key=lambda row: row[1:3]):
+            values = rows[item][3] if item in rows else {}
+            values |= {name: value for name, value in metrics.items() if value is not None}
+            rows[item] = (time, item, attempt, values)
+        feed = Feed()
+        for row in rows.values():
+            feed.add_row(row)
+        return feed
+
     def metrics(self, column: str | None) -> pd.DataFrame:
         """Return the table of reports.
 

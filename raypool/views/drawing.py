@@ -561,13 +561,13 @@ def _with_room(names: list[str], best_by: str | None) -> list[str]:
 
 
 def last_of(
-    metrics: pd.DataFrame, num_items: int, best_by: str | None = None
+    last: pd.DataFrame, num_items: int, best_by: str | None = None
 ) -> Iterator[tuple[str, list[Cell]]]:
     """Yield numeric metrics, each with the last value of each item; `best_by` is not left out."""
-    names = reported_in(metrics)
+    names = reported_in(last)
     if not names or not num_items:
         return
-    last = metrics.groupby("item")[names].last().reindex(range(num_items))
+    last = last.reindex(range(num_items))
     for name in _with_room(names, best_by):
         if _has_numbers(last[name]):
             yield str(name), [short(value) for value in last[name].tolist()]

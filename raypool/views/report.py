@@ -77,14 +77,15 @@ logger = logging.getLogger("raypool")
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
-    `scores` are the numbers of finished items in `metric`, the best first. `calls`: see `facts_of`.
-    `trials`: of a search.
+    `last` has the last value of each metric, by item. `configs` and `run` are columns of `frame`:
+    those of configurations, and raypool's own. `scores` are the numbers of finished items in
+    `metric`, the best first. `calls`: see `facts_of`. `trials`: of a search.
     """
 
     frame: pd.DataFrame
     attempts: pd.DataFrame
     metrics: pd.DataFrame
+    last: pd.DataFrame
     configs: list[str]
     run: Sequence[str]
     errors: Mapping[int, BaseException]
@@ -252,7 +253,7 @@ def table_of(story: Story, config: Columns) -> dict[str, Any]:
     value = columns(frame, values)
     reported = {
         f"last {name}": cells
-        for name, cells in last_of(story.metrics, len(frame), story.best_by)
+        for name, cells in last_of(story.last, len(frame), story.best_by)
         if name not in value  # a metric that was also returned
     }
     started = frame["started_at"].dt.strftime("%Y-%m-%d %H:%M:%S")

@@ -361,6 +361,15 @@ def test_without_a_returned_metric_the_last_report_says_which_item_is_the_best(
     assert story_of(path)["curves"]["items"] == [1, 0, 2], "an item that failed is not ranked"
 
 
+def test_an_item_that_diverged_in_its_last_report_is_not_the_best(tmp_path: Path) -> None:
+    feed = told([(0, {"loss": 0.1}), (0, {"loss": math.nan}), (1, {"loss": 0.9}), (1, {"lr": 1})])
+
+    path = made([1, 2], [None] * 2, get_feed=lambda: feed).report(tmp_path / "page.html")
+
+    assert "<b>last loss = 0.9</b>" in own_markup(path.read_text())
+    assert column(story_of(path), "last loss") == [None, 0.9]
+
+
 def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
     items = list(range(5_000))
     feed = told([(item, {"loss": float(item)}) for item in range(500)])
