@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -92,7 +93,8 @@ def _file_cell(value: Any) -> str | None:
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy's numbers and arrays, torch's tensors
-        value = value.tolist()
+        with contextlib.suppress(Exception):  # a class of them, or a tensor without values
+            value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int, bool)):

@@ -261,6 +261,15 @@ def test_values_that_files_cannot_have(tmp_path: Path) -> None:
         assert rows[2]["file"] == "cafe.png"
 
 
+def test_a_class_of_numpy_in_a_configuration_is_a_text(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(str, [{"dtype": np.float32}], run_dir=run)
+    [item] = json.loads(raypool("show", run, "--json").stdout)
+    [row] = csv.DictReader(io.StringIO(raypool("show", run, "--csv", "-").stdout))
+    assert item["dtype"] == row["dtype"] == "<class 'numpy.float32'>"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
