@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from raypool.channel.feed import column_name
+from raypool.channel.feed import column_name, fields_of
 from raypool.profiles import PINNING
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
@@ -91,21 +91,36 @@ def _file_cell(value: Any) -> str | None:
     return column_name(plain if isinstance(plain, str) else json.dumps(plain))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, parents: tuple[int, ...] = ()) -> Any:
     if hasattr(value, "tolist"):  # NumPy's numbers and arrays, torch's tensors
         with contextlib.suppress(Exception):  # a class of them, or a tensor without values
             value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int, bool)):
+    if is_missing(value) or (isinstance(value, float) and math.isinf(value)):
+        return None
+    if isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, datetime) and not is_missing(value):  # pandas' times are that, too
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+    if id(value) in parents:  # it contains itself
+        return _whole_text(value)
+    parents = (*parents, id(value))
+    if (fields := fields_of(value)) is not None:
+        return {str(key): _plain(entry, parents) for key, entry in fields.items()}
+    if isinstance(value, (set, frozenset)):
+        with contextlib.suppress(TypeError):  # its entries have no order
+            value = sorted(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return None if is_missing(value) else describe_item(value)
+        return [_plain(entry, parents) for entry in value]
+    return _whole_text(value)
+
+
+def _whole_text(value: Any) -> str:
+    if isinstance(value, datetime):  # pandas' times are that, too
+        return value.isoformat()
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    try:
+        return repr(value)
+    except Exception:  # of the user's own class
+        return f"a {type(value).__name__}"
 
 
 def columns_of(frame: pd.DataFrame, *, is_numbered: bool = True) -> list[str]:

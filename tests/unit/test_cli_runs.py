@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,28 @@ def test_values_that_files_cannot_have(tmp_path: Path) -> None:
         assert float(rows[0]["wide"]) == 1.5
         assert rows[1]["error"] == "ValueError: caf\\udce9.png"
         assert rows[2]["file"] == "cafe.png"
+
+
+def test_values_in_files_are_whole(tmp_path: Path) -> None:
+    run, path, layers = str(tmp_path / "run"), Path("/data") / ("deep/" * 60), list(range(60))
+    leaf = SimpleNamespace()
+    leaf.tree = [leaf]
+    values = {
+        "leaf": leaf,
+        "path": path,
+        "net": SimpleNamespace(name="cnn", layers=layers, data=path),
+        "tags": {"b", "a"},
+        "raw": bytes(300),
+    }
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda _: values, [1], run_dir=run)
+    [item] = json.loads(raypool("show", run, "--json").stdout)
+    [row] = csv.DictReader(io.StringIO(raypool("show", run, "--csv", "-").stdout))
+    assert item["path"] == row["path"] == str(path)
+    assert item["net"] == {"name": "cnn", "layers": layers, "data": str(path)}
+    assert (item["tags"], item["raw"]) == (["a", "b"], repr(bytes(300)))
+    assert item["leaf"] == {"tree": [repr(leaf)]}
+    assert [json.loads(row[name]) for name in ("net", "tags")] == [item["net"], item["tags"]]
 
 
 def test_a_class_of_numpy_in_a_configuration_is_a_text(tmp_path: Path) -> None:
