@@ -73,7 +73,9 @@ def as_file_columns(frame: pd.DataFrame) -> pd.DataFrame:
     columns = {}
     for name in frame:
         column = frame[name]
-        if column.dtype == object or isinstance(column.dtype, pd.StringDtype):
+        if column.dtype == object and pd.api.types.infer_dtype(column, skipna=True) == "boolean":
+            column = column.astype("boolean")  # bool has no missing values
+        elif column.dtype == object or isinstance(column.dtype, pd.StringDtype):
             column = column.map(_file_cell)
         elif column.dtype.kind == "c":
             column = column.map(str, na_action="ignore")

@@ -262,6 +262,16 @@ def test_values_that_files_cannot_have(tmp_path: Path) -> None:
         assert rows[2]["file"] == "cafe.png"
 
 
+def test_booleans_beside_a_failed_item_stay_booleans(tmp_path: Path) -> None:
+    run, file = str(tmp_path / "run"), str(tmp_path / "table.parquet")
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda x: {"ok": 1 / x > 0}, [1, 0], run_dir=run, on_error="collect")
+    written = csv.DictReader(io.StringIO(raypool("show", run, "--csv", "-").stdout))
+    assert [row["ok"] for row in written] == ["True", ""]
+    assert raypool("show", run, "--parquet", file).exit_code == 0
+    assert pd.read_parquet(file)["ok"].dtype.kind == "b"
+
+
 def test_values_in_files_are_whole(tmp_path: Path) -> None:
     run, path, layers = str(tmp_path / "run"), Path("/data") / ("deep/" * 60), list(range(60))
     leaf = SimpleNamespace()
