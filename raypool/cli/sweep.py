@@ -228,7 +228,9 @@ def resumable(run_dir: str, total: int, is_part: bool = False) -> Iterator[None]
     except (KeyboardInterrupt, CancelledError, PoolPreemptedError) as error:
         is_preempted = isinstance(error, PoolPreemptedError)
         if (partial := getattr(error, "results", None)) is not None:
-            num_finished = int((partial.to_frame()["status"] == "finished").sum())
+            num_finished = partial._counts["finished"]
+            if (trials := partial._trials) is not None:  # a part of a trial may have finished
+                num_finished = sum(state in ("complete", "pruned") for state in trials.states)
             elsewhere = " on other machines" if is_preempted else ""
             echo(
                 f"{'Preempted' if is_preempted else 'Interrupted'}: {num_finished} of {total} items"

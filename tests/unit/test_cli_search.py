@@ -25,6 +25,11 @@ def train(config):
             break
     return {"accuracy": config["x"] * (epoch + 1)}
 
+def interrupted(config):
+    if current_task().index == 2:
+        raise KeyboardInterrupt
+    return train(config)
+
 def fail(config):
     raise LookupError("no data")
 
@@ -96,6 +101,13 @@ def test_a_metric_with_the_name_of_another_column_keeps_its_scores(metric: str) 
         trials = json.loads(table)
         assert [trial[f"score_{metric}"] for trial in trials] == [trial["x"] for trial in trials]
         assert (sorted(trial["trial"] for trial in trials), trials[0]["error"]) == ([0, 1, 2], None)
+
+
+def test_after_ctrl_c_trials_that_wait_at_a_rung_have_not_finished() -> None:
+    options = ("--metric", "accuracy", "--halving", "9", "--num-trials", "9")
+    done = search(*options, function="interrupted")
+    assert done.exit_code == 130
+    assert "Interrupted: 0 of 9 items finished" in done.stderr
 
 
 def test_failures_and_mistakes(folder: Path) -> None:
