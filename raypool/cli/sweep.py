@@ -401,8 +401,10 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
         frame = _table_of(run_dir, options["is_failed"])
         num_items, usual = len(frame), tables.columns_of(frame)
         if options["is_failed"]:
-            frame = frame[frame["status"] == "failed"]
-            usual = [name for name in tables.columns_of(frame) if name != "status"] + ["error"]
+            # a trial that returned no score has failed, too
+            mark = "state" if frame.columns[0] == "trial" else "status"
+            frame = frame[frame[mark] == "failed"]
+            usual = [name for name in tables.columns_of(frame) if name != mark] + ["error"]
         chosen = _named(frame, options["columns"])
         if sort is not None and not frame.empty:
             frame = ranked(frame, sort)

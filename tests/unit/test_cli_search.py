@@ -25,6 +25,9 @@ def train(config):
             break
     return {"accuracy": config["x"] * (epoch + 1)}
 
+def forget(config):
+    return {} if current_task().index == 1 else {"accuracy": config["x"]}
+
 def interrupted(config):
     if current_task().index == 2:
         raise KeyboardInterrupt
@@ -108,6 +111,14 @@ def test_after_ctrl_c_trials_that_wait_at_a_rung_have_not_finished() -> None:
     done = search(*options, function="interrupted")
     assert done.exit_code == 130
     assert "Interrupted: 0 of 9 items finished" in done.stderr
+
+
+def test_a_trial_that_returned_no_score_is_shown_as_failed() -> None:
+    search("--metric", "accuracy", "--num-trials", "3", function="forget")
+    [heading, failed] = (
+        line.split() for line in raypool("show", "run", "--failed").stdout.splitlines()
+    )
+    assert (heading[0], failed[0]) == ("trial", "1")
 
 
 def test_failures_and_mistakes(folder: Path) -> None:
