@@ -415,7 +415,8 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
         if options["is_json"]:
             echo(tables.sweep_as_json(everything))
         elif not files and frame.empty:
-            echo(f"None of the {num_items:,} items of {run_dir} failed.", err=True)
+            none = f"None of the {num_items:,} items of {run_dir} failed."
+            echo(none if num_items else f"The table of {run_dir} is still empty.", err=True)
         elif not files:
             shown = rows.head(top or MOST_ROWS)
             kept = chosen or ["error", (sort or "").removeprefix("-")]

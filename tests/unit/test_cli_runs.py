@@ -180,6 +180,13 @@ def test_the_table_of_a_run() -> None:
     assert (done.stdout, done.stderr) == ("", "None of the 2 items of older failed.\n")
 
 
+def test_a_run_without_items_says_so(tmp_path: Path) -> None:
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(abs, [], run_dir=tmp_path / "run")
+    done = raypool("show", str(tmp_path / "run"))
+    assert (done.stdout, done.stderr) == ("", f"The table of {tmp_path / 'run'} is still empty.\n")
+
+
 @pytest.mark.parametrize(
     ("key", "first"),
     [
