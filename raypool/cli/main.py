@@ -197,7 +197,7 @@ def _shown(again: Replay, debug: bool) -> int:
             from raypool.cli.search import replay_training
 
             value = replay_training(again, call)
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except bdb.BdbQuit:
         return 1

@@ -82,6 +82,15 @@ def test_an_item_that_fails_shows_where(swept):
     assert "replaying.py" not in done.stderr
 
 
+def test_an_item_that_exits_shows_where(tmp_path):
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda _: sys.exit(), [1], run_dir=tmp_path, on_error="collect")
+    done = replay(tmp_path, 0)
+    assert done.exit_code == 1
+    assert "SystemExit" in done.stderr
+    assert "in <lambda>" in done.stderr
+
+
 def test_an_item_can_be_called_by_its_key(swept):
     keys = sorted(path.name for path in (swept / "items").iterdir())
     assert replay(swept, keys[0]).exit_code in (0, 1)
