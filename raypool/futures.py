@@ -908,7 +908,7 @@ def fetch_next(
                 first.read = True
                 break
         left_s = None if until is None else max(0.0, until - time.monotonic())
-        if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED).done:
+        if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED):
             raise TimeoutError(
                 f"None of {len(unread)} futures has ended within {timeout_s} s; they keep running."
             )
@@ -974,7 +974,7 @@ def wait(futures: Sequence[Future[Any]] | Future[Any], timeout_s: float | None =
         True
     """
     check_timeout(timeout_s)
-    return not _wait(_checked(futures), timeout_s).not_done
+    return _wait(_checked(futures), timeout_s)
 
 
 @explains_calls
@@ -1195,11 +1195,18 @@ def _wait(
     futures: Sequence[Future[Any]],
     timeout_s: float | None,
     until: str = concurrent.futures.ALL_COMPLETED,
-) -> Any:
-    for future in futures:
-        if future._state not in ENDED:
-            future.check_wait(timeout_s)
-    return concurrent.futures.wait(futures, timeout_s, until)
+) -> bool:
+    """Return whether all have ended in time, or one of them with `FIRST_COMPLETED`."""
+    # `concurrent.futures.wait` would wait until the pool has noted a cancellation: this may be the
+    # pool's thread, or a forked child, which has no such thread
+    left = [future for future in futures if future._state not in ENDED]
+    is_one_enough = until == concurrent.futures.FIRST_COMPLETED
+    if not left or (is_one_enough and len(left) < len(futures)):
+        return True
+    for future in left:
+        future.check_wait(timeout_s)
+    done, not_done = concurrent.futures.wait(left, timeout_s, until)
+    return bool(done) if is_one_enough else not not_done
 
 
 def _check_callable(fn: Any) -> None:

@@ -209,6 +209,22 @@ def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(
 
 
 @pytest.mark.concurrent
+def test_a_callback_need_not_wait_for_what_it_has_cancelled(
+    pool: ParallelPool, call_back: Any
+) -> None:
+    """The pool notes that it is cancelled after the callback only."""
+
+    def cancel_and_wait(_: Any) -> tuple[bool, ...]:
+        queued = [pool.parfeval(abs, -7) for _ in range(2)]
+        assert all(future.cancel() for future in queued)
+        assert wait(queued, timeout_s=0), "else the next ones would wait forever"
+        return wait(queued), wait([*queued, other.parfeval(abs, -3)])
+
+    with parpool(1, profile="threads", quiet=True) as other:
+        assert call_back(cancel_and_wait) == (True, True)
+
+
+@pytest.mark.concurrent
 def test_whatever_a_callback_raises_harms_nothing(
     pool: ParallelPool, make_gate: Any, check_pool: Any, eventually: Any, caplog: Any
 ) -> None:
