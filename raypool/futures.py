@@ -886,7 +886,7 @@ def fetch_next(
     """
     checked = _checked(futures)
     check_timeout(timeout_s)
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = None if timeout_s is None else time.monotonic() + float(timeout_s)
     while True:
         with _reading:
             unread = [future for future in checked if not future.read]
@@ -1205,6 +1205,8 @@ def _wait(
         return True
     for future in left:
         future.check_wait(timeout_s)
+    if timeout_s is not None:  # Python refuses longer waits, and those of NumPy's float32
+        timeout_s = min(float(timeout_s), threading.TIMEOUT_MAX)
     done, not_done = concurrent.futures.wait(left, timeout_s, until)
     return bool(done) if is_one_enough else not not_done
 

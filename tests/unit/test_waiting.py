@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypool import (
@@ -233,3 +235,19 @@ def test_times_that_cannot_pass() -> None:
         for timeout_s in (-1, float("nan")):
             with pytest.raises(InvalidValueError, match="must be at least 0, not"):
                 verb([Future("f")], timeout_s)
+
+
+def test_a_time_may_be_longer_than_python_can_wait(eventually: Any) -> None:
+    """And it may be NumPy's."""
+
+    def end_once_awaited(future: Future[Any]) -> None:
+        assert eventually(lambda: bool(future._waiters))
+        future.set_result(1)
+
+    with ThreadPoolExecutor(1) as thread:
+        for verb in (fetch_next, wait):
+            for timeout_s in (math.inf, 1e10, np.float32(3000)):
+                future: Future[Any] = Future("f")
+                ending = thread.submit(end_once_awaited, future)
+                assert verb([future], timeout_s) in [(0, 1), True]
+                ending.result(300)
