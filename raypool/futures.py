@@ -912,19 +912,26 @@ def fetch_next(
             raise TimeoutError(
                 f"None of {len(unread)} futures has ended within {timeout_s} s; they keep running."
             )
-    return checked.index(first), first.result()
+    try:
+        return checked.index(first), first.result()
+    except BaseException as error:
+        first.read = _is_outcome(error, [first])  # not if Ctrl-C came while its value was fetched
+        raise
 
 
 @explains_calls
 def fetch_outputs(futures: Sequence[Future[T]] | Future[T], stack: bool = False) -> Any:
     """Wait for all, mark them as read, and return their results in the order of `futures`.
 
+    If the wait is interrupted (Ctrl-C), none is marked.
+
     Args:
         futures: Futures of any pools, also those of `after_each`; a single one counts as a list.
         stack: Return one NumPy array, the results one below the other, instead of a list.
 
     Raises:
-        InvalidValueError: The shapes of the results do not stack; each future still has its own.
+        InvalidValueError: The shapes of the results do not stack (each future still has its own),
+            or there is nothing to stack.
         Exception: The first exception among them.
 
     Source:
@@ -937,9 +944,20 @@ def fetch_outputs(futures: Sequence[Future[T]] | Future[T], stack: bool = False)
         [3, 4]
     """
     checked = _checked(futures)
-    for future in checked:
-        future.read = True
-    results = [future.result() for future in checked]
+    if stack and not checked:
+        raise InvalidValueError(
+            "fetch_outputs(stack=True) has nothing to stack: the list of futures is empty."
+        )
+    are_read = True
+    try:
+        results = [future.result() for future in checked]
+    except BaseException as error:
+        are_read = _is_outcome(error, checked)
+        raise
+    finally:
+        if are_read:
+            for future in checked:
+                future.read = True
     if not stack:
         return results
     import numpy as np
@@ -1209,6 +1227,11 @@ def _wait(
         timeout_s = min(float(timeout_s), threading.TIMEOUT_MAX)
     done, not_done = concurrent.futures.wait(left, timeout_s, until)
     return bool(done) if is_one_enough else not not_done
+
+
+def _is_outcome(error: BaseException, futures: Iterable[Future[Any]]) -> bool:
+    """Whether one of these has ended with it, and not the wait for it (by Ctrl-C, say)."""
+    return isinstance(error, CancelledError) or any(error is each.error for each in futures)
 
 
 def _check_callable(fn: Any) -> None:

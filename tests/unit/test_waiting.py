@@ -73,6 +73,35 @@ def test_two_threads_never_read_the_same_result() -> None:
     assert sorted(read_by_all) == list(range(500))
 
 
+class Interrupted(Arrived):
+    """Values of a call; Ctrl-C comes while they are fetched for the first time."""
+
+    is_first = True
+
+    def get(self) -> list[Any]:
+        if self.is_first:
+            self.is_first = False
+            raise KeyboardInterrupt
+        return super().get()
+
+
+def test_what_ctrl_c_has_kept_from_being_read_can_be_read() -> None:
+    futures = [ended(1), ended(Deferred(Interrupted(2), 0))]
+    with pytest.raises(KeyboardInterrupt):
+        fetch_outputs(futures)
+    assert [future.read for future in futures] == [False, False]
+
+    late = [ended(Deferred(Interrupted(3), 0))]
+    with pytest.raises(KeyboardInterrupt):
+        fetch_next(late)
+    assert fetch_next(late) == (0, 3)
+
+
+def test_nothing_to_stack() -> None:
+    with pytest.raises(InvalidValueError, match="has nothing to stack"):
+        fetch_outputs([], stack=True)
+
+
 def test_one_that_ends_in_this_instant_has_no_time_yet() -> None:
     without_time, with_time = ended(1), ended(2)
     with_time.finished_at = with_time.submitted_at
