@@ -531,7 +531,8 @@ def _check(profile: Profile) -> None:
     for name in ("setup", "teardown"):
         _check_plain_call(name, getattr(profile, name))
     for name, least in LEAST.items():
-        if (value := getattr(profile, name)) not in (None, "auto"):
+        value = getattr(profile, name)
+        if value is not None and (name, value) != ("workers_per_gpu", "auto"):
             object.__setattr__(profile, name, checked_count(name, value, least))
     address, slurm, per_gpu = profile.address, profile.slurm, profile.workers_per_gpu
     is_url = str(profile.jobs_address or "http://").startswith(("http://", "https://"))

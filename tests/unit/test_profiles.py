@@ -30,6 +30,16 @@ REFUSED = [
     ),
     ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "must be an integer, not 8.5"),
     ({"min_free_memory_bytes": True}, InvalidTypeError, "must be an integer, not True"),
+    (
+        {"min_free_memory_bytes": "auto"},
+        InvalidTypeError,
+        "min_free_memory_bytes must be an integer, not 'auto'",
+    ),
+    (
+        {"max_leftover_bytes": "auto"},
+        InvalidTypeError,
+        "max_leftover_bytes must be an integer, not 'auto'",
+    ),
     ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
     ({"retries": -1}, InvalidValueError, "retries must be at least 0, not -1"),
     ({"backend": "mpi"}, InvalidValueError, "'mpi' is not one of ray, threads, inline"),
