@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import types
 import uuid
@@ -93,6 +94,16 @@ def new_constant(open_content: Callable[[], Content]) -> Constant[Any]:
 _kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
 _locks: dict[str, threading.RLock] = {}
 _lock = threading.Lock()  # for these two; never held while the user's code runs
+
+
+def _renew_locks() -> None:
+    # in a forked child: another thread of the parent may have held them
+    global _lock
+    _lock = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:

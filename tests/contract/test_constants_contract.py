@@ -141,6 +141,33 @@ def test_several_constants_are_told_apart(pool: ParallelPool) -> None:
     ) == list(range(5))
 
 
+def test_a_forked_child_builds_what_a_thread_of_its_parent_was_building(run_python: Any) -> None:
+    run_python("""
+        import os, signal, threading, warnings
+        from raypool import parpool
+        warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
+        building, end, parent = threading.Event(), threading.Event(), os.getpid()
+
+        def build():
+            if os.getpid() == parent:
+                building.set()
+                end.wait(300)
+            return os.getpid()
+
+        with parpool(1, profile="threads", quiet=True) as pool:
+            table = pool.constant(build)
+            job = pool.parfeval(lambda: table.value)
+            assert building.wait(300)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(100)  # ends it if it waits for that thread, which it does not have
+                os._exit(0 if table.value == os.getpid() else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            end.set()
+            assert job.result(300) == parent
+        """)
+
+
 @pytest.mark.arguments
 def test_constants_that_cannot_be(make_pool: Any) -> None:
     with make_pool(1) as pool, pytest.raises(InvalidTypeError, match="cleanup=5"):
