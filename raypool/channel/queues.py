@@ -594,6 +594,7 @@ class QueueOwner:
             self._listeners.append(listener)
             if self.values:
                 self._serve()
+            self._end_listening()
             self._filled.notify_all()
         return listener
 
@@ -605,6 +606,17 @@ class QueueOwner:
                 kept.pop(self.key, None)
             self._filled.notify_all()
             self._emptied.notify_all()
+
+    def _end_listening(self) -> None:
+        """Let go of the listeners and the queue if nothing more can come; the caller has the lock.
+
+        The finalizer of the queue holds this object, so a listener that holds the queue would keep
+        it as long as the process lives.
+        """
+        is_over = self.is_closed and not self._is_closing
+        if is_over and not self.values and not self._is_handing_out:
+            self._listeners.clear()
+            kept.pop(self.key, None)
 
     def _serve(self) -> None:
         # a thread that is not alive was interrupted before it began
@@ -629,6 +641,7 @@ class QueueOwner:
                 )
                 if not (self.values and self._listeners):
                     self._server = None
+                    self._end_listening()
                     return
                 self._is_handing_out = True
                 listeners = tuple(self._listeners)
@@ -691,8 +704,7 @@ class QueueOwner:
                 is_own = threading.current_thread() is self._server
                 while self._listeners and not is_own and (self.values or self._is_handing_out):
                     self._emptied.wait(LOOK_AGAIN_S)
-                if not is_own:
-                    kept.pop(self.key, None)
+                self._end_listening()
 
     def abandon(self) -> None:
         """Release those who wait for room in other processes: the queue is forgotten."""

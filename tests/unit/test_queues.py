@@ -587,6 +587,35 @@ def test_a_closed_queue_with_listeners_is_let_go() -> None:
     assert gone() is None
 
 
+def test_a_queue_that_its_listener_closes_is_let_go(eventually: Any) -> None:
+    queue: DataQueue[int] | None = DataQueue()
+    assert queue is not None
+    gone = weakref.ref(queue)
+    seen: list[int] = []
+
+    def take(value: int, queue: DataQueue[int] = queue) -> None:
+        seen.append(value)
+        queue.close()
+
+    queue.put(1)
+    queue.put(2)
+    queue.after_each(take)
+    del queue, take
+    assert eventually(lambda: gc.collect() is not None and gone() is None)
+    assert seen == [1, 2], "what it had is not lost"
+
+
+def test_a_closed_queue_that_gets_a_listener_is_let_go() -> None:
+    queue: DataQueue[int] | None = DataQueue()
+    assert queue is not None
+    gone = weakref.ref(queue)
+    queue.close()
+    queue.after_each(print)
+    queue = None
+    gc.collect()
+    assert gone() is None
+
+
 # --- from afar ------------------------------------------------------------------------------------
 
 
