@@ -570,8 +570,11 @@ class QueueOwner:
                     if self.is_closed:
                         putter.outcome = CLOSED
                     elif len(self.values) < self._capacity:
+                        if self._listeners:
+                            self._serve()  # first, as in `_append`
                         putter.outcome = TAKEN  # no signal arrives between this and the next line
                         self.values.append(putter.entry)
+                        self._filled.notify()
                     else:
                         break
                 if putter.answer is not None:

@@ -186,6 +186,54 @@ def test_put_waits_for_room_and_is_let_in_by_turns(eventually: Any) -> None:
     assert all(other.result() is None for other in waiting)
 
 
+def queue_with_a_putter(eventually: Any) -> DataQueue[int]:
+    """Return a queue with 0 in it, and 1 waiting for room."""
+    queue: DataQueue[int] = DataQueue(maxsize=1)
+    queue.put(0)
+    Aside(lambda: queue.put(1))
+    assert eventually(lambda: num_putters(queue) == 1)
+    return queue
+
+
+def get_and(queue: DataQueue[int], meanwhile: Callable[[], object]) -> int:
+    """Read a value; call this when it was taken, before those who wait for room are let in."""
+    owner: Any = queue._end
+    let_in = owner._let_in
+
+    def call_first() -> None:
+        owner._let_in = let_in
+        meanwhile()
+        let_in()
+
+    owner._let_in = call_first
+    return queue.get()
+
+
+def test_a_reader_that_waits_is_woken_for_what_another_lets_in(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(queues, "LOOK_AGAIN_S", TIMEOUT_S)  # it does not look by itself
+    queue = queue_with_a_putter(eventually)
+    owner: Any = queue._end
+    readers: list[Aside] = []
+
+    def fall_asleep() -> None:
+        readers.append(Aside(queue.get))
+        assert eventually(lambda: owner._filled._waiters)
+
+    assert get_and(queue, fall_asleep) == 0
+    assert not owner._filled._waiters, "it was woken"
+    assert readers[0].result() == 1
+
+
+def test_a_listener_gets_what_a_reader_lets_in(eventually: Any) -> None:
+    queue = queue_with_a_putter(eventually)
+    seen: list[int] = []
+    assert get_and(queue, lambda: queue.after_each(seen.append)) == 0
+    assert eventually(lambda: seen == [1])
+    queue.close()
+
+
 def test_who_gives_up_waiting_has_put_nothing(eventually: Any) -> None:
     queue: DataQueue[str] = DataQueue(maxsize=1)
     queue.put("first")
