@@ -51,6 +51,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from enum import Enum
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, ParamSpec, TypeVar, cast
@@ -504,6 +505,20 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def real_number(value: Any) -> float | None:
+    """Return a number (Python's, NumPy's, any real one but a bool) as `int` or `float`; else None.
+
+    Example:
+        >>> import numpy as np
+        >>> real_number(np.float32(0.5)), real_number(np.int64(3)), real_number(True)
+        (0.5, 3, None)
+    """
+    number = whole_number(value)
+    if number is not None or isinstance(value, bool) or not isinstance(value, Real):
+        return number
+    return float(value)
 
 
 def checked_count(name: str, value: Any, least: int) -> int:

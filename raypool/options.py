@@ -20,6 +20,7 @@ from raypool.errors import (
     InvalidValueError,
     checked_count,
     optional_count,
+    real_number,
     whole_number,
 )
 
@@ -55,9 +56,9 @@ class Options:
         # by object's method, as the class is frozen
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
-        check_seconds("timeout_s", self.timeout_s)
-        check_seconds("mismatch_timeout_s", self.mismatch_timeout_s)
-        _check_delay(self.retry_delay_s)
+        for name in ("timeout_s", "mismatch_timeout_s"):
+            object.__setattr__(self, name, checked_seconds(name, getattr(self, name)))
+        object.__setattr__(self, "retry_delay_s", _checked_delay(self.retry_delay_s))
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(
                 f"fresh_process must be True or False, not {self.fresh_process!r}."
@@ -169,29 +170,38 @@ def check_name(name: Any) -> None:
         raise InvalidTypeError(f"name must be a string, not {name!r}.")
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Raise an error for a time [s] (or None) that is not a number, or not above zero."""
+def checked_seconds(name: str, value: Any) -> float | None:
+    """Return a time [s] (or None) as Python's number.
+
+    Raises:
+        InvalidTypeError: It is not a number.
+        InvalidValueError: It is not above zero.
+    """
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
+        return None
+    number = real_number(value)
+    if number is None:
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
-    if not value > 0:  # not <=, which NaN would pass
+    if not number > 0:  # not <=, which NaN would pass
         raise InvalidValueError(
             f"{name}={value!r} leaves no time. Use a number above 0, or None for no limit."
         )
+    return number
 
 
-def _check_delay(value: Any) -> None:
-    """Raise an error for a delay [s] that is not a number, below zero, or too long."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _checked_delay(value: Any) -> float:
+    """Return a delay [s] as Python's number; refuse one below zero or too long."""
+    number = real_number(value)
+    if number is None:
         raise InvalidTypeError(
             f"retry_delay_s={value!r} is not a number of seconds. Use 0 for no wait."
         )
-    if not 0 <= value <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
+    if not 0 <= number <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
         raise InvalidValueError(
             f"retry_delay_s={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest"
             " possible wait."
         )
+    return number
 
 
 def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:

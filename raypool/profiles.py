@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from os import PathLike
 from types import NoneType
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from raypool.errors import (
     checked_count,
     explains_calls,
     optional_count,
+    real_number,
     whole_number,
 )
 from raypool.gpus.devices import FAST_LINKS, Inventory
@@ -144,8 +146,10 @@ class Slurm:
                 "time must be a time limit, such as '4:00:00', or a number of minutes, not"
                 f" {self.time!r}."
             )
-        if isinstance(self.notice_s, bool) or not isinstance(self.notice_s, (int, float)):
+        notice_s = real_number(self.notice_s)
+        if notice_s is None:
             raise InvalidTypeError(f"notice_s={self.notice_s!r} is not a number of seconds.")
+        object.__setattr__(self, "notice_s", notice_s)
         if not isinstance(self.folder, (str, PathLike)):
             raise InvalidTypeError(f"folder={self.folder!r} is not the path of a folder.")
         if not self.notice_s > 0:
@@ -209,7 +213,7 @@ class WorkerResources:
             value = getattr(self, name)
             if value is None:
                 continue
-            number = value if isinstance(value, float) else whole_number(value)
+            number = real_number(value)
             if number is None:
                 raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
             object.__setattr__(self, name, number)
@@ -506,9 +510,9 @@ TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("fast_multinode", bool, "True or False"),
     ("mps", bool, "True or False"),
     ("fork_server", bool, "True or False"),
-    ("start_timeout_s", (int, float), "a number of seconds"),
-    ("idle_timeout_s", (int, float, NoneType), "a number of seconds"),
-    ("cancel_grace_s", (int, float), "a number of seconds"),
+    ("start_timeout_s", Real, "a number of seconds"),
+    ("idle_timeout_s", (Real, NoneType), "a number of seconds"),
+    ("cancel_grace_s", Real, "a number of seconds"),
 )
 """The types of fields, also in words."""
 
@@ -523,6 +527,8 @@ def _check(profile: Profile) -> None:
         # a bool is an int to Python
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InvalidTypeError(f"{name}={value!r} is not {what}.")
+    for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
+        object.__setattr__(profile, name, real_number(getattr(profile, name)))  # Python's, or None
     if not callable(getattr(profile.inventory, "devices", None)):
         raise InvalidTypeError(
             f"inventory={profile.inventory!r} is not an inventory, which has a method devices()."

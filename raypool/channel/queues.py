@@ -520,7 +520,7 @@ class QueueOwner:
 
     def take(self, timeout_s: float | None) -> Any:
         """Return the oldest entry."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + float(timeout_s)
         entry, is_out = None, False
         try:
             with self._lock:

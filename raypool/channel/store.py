@@ -18,6 +18,7 @@ from raypool.errors import (
     PoolClosedError,
     WorkerLostError,
     explains_calls,
+    whole_number,
 )
 from raypool.worker.running import ExchangeClient, note_here, this_process
 
@@ -67,7 +68,7 @@ class ValueStore:
             SerializationError: The value cannot be sent; it names the variable.
             InvalidTypeError: The key is of another type.
         """
-        _check_key(key)
+        key = _checked_key(key)
         self._ask("put", key, self._way.pack(value, f"the value {key!r} of the store"))
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -78,12 +79,12 @@ class ValueStore:
             >>> current_task().store.get("none such", default=0)
             0
         """
-        _check_key(key)
+        key = _checked_key(key)
         is_there, packed = self._ask("get", key)
         return self._way.unpack(packed) if is_there else default
 
     def __getitem__(self, key: Any) -> Any:
-        _check_key(key)
+        key = _checked_key(key)
         is_there, packed = self._ask("get", key)
         if not is_there:
             raise KeyError(key)
@@ -98,7 +99,7 @@ class ValueStore:
         Raises:
             KeyError: There is no such key.
         """
-        _check_key(key)
+        key = _checked_key(key)
         if not self._ask("remove", key):
             raise KeyError(key)
 
@@ -125,7 +126,7 @@ class ValueStore:
             ...     future.result()
             'now'
         """
-        _check_key(key)
+        key = _checked_key(key)
         check_timeout(timeout_s)
         is_there, packed = self._ask("wait", key, timeout_s)
         if not is_there:
@@ -139,7 +140,7 @@ class ValueStore:
         return list(self._ask("keys"))
 
     def __contains__(self, key: Any) -> bool:
-        _check_key(key)
+        key = _checked_key(key)
         return bool(self._ask("has", key))
 
     def __iter__(self) -> Iterator[Any]:
@@ -271,10 +272,14 @@ def _own_exchange() -> ExchangeClient:
 os.register_at_fork(after_in_child=_own_exchange.cache_clear)
 
 
-def _check_key(key: Any) -> None:
-    parts = key if type(key) is tuple else (key,)
-    for part in parts:
-        if not isinstance(part, (str, int)) or isinstance(part, bool):  # True would be 1
-            raise InvalidTypeError(
-                f"A key must be a string, an integer, or a tuple of them, not {key!r}."
-            )
+def _checked_key(key: Any) -> Any:
+    """Return a key with Python's integers in place of others."""
+    parts = [
+        part if isinstance(part, str) else whole_number(part)  # not of True, which would be 1
+        for part in (key if type(key) is tuple else (key,))
+    ]
+    if None in parts:
+        raise InvalidTypeError(
+            f"A key must be a string, an integer, or a tuple of them, not {key!r}."
+        )
+    return tuple(parts) if type(key) is tuple else parts[0]

@@ -36,7 +36,7 @@ from raypool.errors import (
 )
 from raypool.journal.trials import Trials
 from raypool.loggers import SweepLogger, check_loggers
-from raypool.options import Options, check_callable, check_name, check_seconds
+from raypool.options import Options, check_callable, check_name, checked_seconds
 from raypool.parallel_for import (
     TICK_S,
     EndNotice,
@@ -229,7 +229,7 @@ class SearchOptions(NamedTuple):
         check_on_report(self.on_report)
         check_on_end(self.on_end)
         check_loggers(self.loggers)
-        check_seconds("cancel_grace_s", self.cancel_grace_s)
+        cancel_grace_s = checked_seconds("cancel_grace_s", self.cancel_grace_s)
         self._check_kinds()
         mode = self.mode
         if mode is None and self.study is not None:
@@ -257,6 +257,7 @@ class SearchOptions(NamedTuple):
             seed=optional_count("seed", self.seed, least=0),
             max_in_flight=optional_count("max_in_flight", self.max_in_flight, least=1),
             max_failures=optional_count("max_failures", self.max_failures, least=0),
+            cancel_grace_s=cancel_grace_s,
         )
 
     def _check_kinds(self) -> None:

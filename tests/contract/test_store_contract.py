@@ -15,6 +15,7 @@ import pytest
 
 from raypool import (
     DataQueue,
+    InvalidTypeError,
     InvalidValueError,
     ParallelPool,
     PoolClosedError,
@@ -124,6 +125,16 @@ def test_a_loop_in_a_task_and_one_that_runs_here_use_the_pools_store(pool: Paral
     pool.parfeval(lambda: pool.parfor(put, range(3)) and None).result(TIMEOUT_S)
     pool.parfor(put, range(3, 5), max_workers=0)
     assert sorted(pool.store.keys()) == [0, 1, 2, 3, 4]
+
+
+def test_integers_of_numpy_are_the_same_keys_as_pythons(pool: ParallelPool) -> None:
+    pool.store[np.int64(3)] = "three"
+    pool.store["loss", np.int32(4)] = "four"
+    assert (pool.store[3], pool.store["loss", 4]) == ("three", "four")
+    assert np.int8(3) in pool.store
+    assert [type(part) for part in (pool.store.keys()[0], pool.store.keys()[1][1])] == [int, int]
+    with pytest.raises(InvalidTypeError, match="A key must be a string, an integer"):
+        pool.store[np.bool_(True)] = 1
 
 
 @pytest.mark.concurrent

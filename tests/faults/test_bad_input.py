@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypool import (
@@ -104,6 +106,19 @@ def test_options(here: ParallelPool) -> None:
     for options, error, words in cases:
         with pytest.raises(error, match=words):
             here.options(**options)
+
+
+@pytest.mark.quick
+def test_options_may_be_numpys_numbers(tmp_path: Path) -> None:
+    """The trace, which is JSON, has them as Python's."""
+    trace = tmp_path / "events.jsonl"
+    with parpool(1, profile="inline", quiet=True, trace=trace) as pool:
+        view = pool.options(timeout_s=np.int64(600), retry_delay_s=np.float32(0.5))
+        assert view.parfeval(abs, -1).result(300) == 1
+        with pytest.raises(InvalidTypeError, match="is not a number of seconds"):
+            pool.options(timeout_s=np.bool_(True))
+    assert '"timeout_s": 600' in trace.read_text()
+    assert '"retry_delay_s": 0.5' in trace.read_text()
 
 
 @pytest.mark.quick

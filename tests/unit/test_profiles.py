@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, Profile, Slurm, WorkerResources, parpool
@@ -210,6 +211,27 @@ def test_resources_that_cannot_be() -> None:
     for bad in [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}]:
         with pytest.raises(InvalidValueError):
             WorkerResources(**bad)  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_numpys() -> None:
+    profile = Profile(
+        start_timeout_s=np.int64(600),
+        idle_timeout_s=np.float32(0.5),
+        cancel_grace_s=np.float32(2),
+        resources=WorkerResources(gpus=np.float32(0.5)),
+        slurm=Slurm(notice_s=np.int64(60)),
+    )
+    assert profile == Profile(
+        start_timeout_s=600,
+        idle_timeout_s=0.5,
+        cancel_grace_s=2,
+        resources=WorkerResources(gpus=0.5),
+        slurm=Slurm(notice_s=60),
+    )
+    times = (profile.start_timeout_s, profile.idle_timeout_s, profile.cancel_grace_s)
+    assert {type(time_s) for time_s in times} <= {int, float}, "NumPy's float32 sets no timer"
+    with pytest.raises(InvalidTypeError, match="is not a number"):
+        Profile(cancel_grace_s=np.bool_(True))  # type: ignore[arg-type]
 
 
 def test_changes_replace_single_fields() -> None:

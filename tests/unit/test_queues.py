@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypool import (
@@ -103,7 +104,7 @@ def test_values_come_in_order_and_are_the_same_objects() -> None:
     assert queue.backlog == 0
 
 
-@pytest.mark.parametrize("timeout_s", [0, 0.01])
+@pytest.mark.parametrize("timeout_s", [0, 0.01, np.float32(0.01)])
 def test_a_queue_with_nothing_in_it_times_out(timeout_s: float) -> None:
     with pytest.raises(TimeoutError, match=f"within {timeout_s:g} s"):
         DataQueue().get(timeout_s=timeout_s)
