@@ -541,9 +541,11 @@ def run() -> Any:
         ):
             value = finished(call.fn(*call.args))
         outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
-    except SystemExit as error:  # the job still ends with its exit code
-        told = TaskError(f"The function ended its process with exit code {error.code}.")
-        outcome, code = _sealed(key, "error", pack_error(told)), error.code
+    except SystemExit as error:
+        told = TaskError(f"The function ended its process with exit code {error.code or 0}.")
+        outcome = _sealed(key, "error", pack_error(told))
+        # the job ends with its exit code, but not with 0: it has no value, so it has not finished
+        code = error.code or 1
     except BaseException as error:
         traceback.print_exc()  # into the job's log, which is its diary
         outcome = _sealed(key, "error", pack_error(error))

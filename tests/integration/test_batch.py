@@ -374,9 +374,10 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    killed, left = (
+    killed, left, ended = (
         raypool.batch(kill, profile=head.profile),
         raypool.batch(sys.exit, 3, profile=head.profile),
+        raypool.batch(sys.exit, profile=head.profile),
     )
     with pytest.raises(
         TaskError, match=r"ended with exit code -?\d+ and without a result.*last words"
@@ -385,6 +386,9 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
     with pytest.raises(TaskError, match="ended its process with exit code 3"):
         left.fetch_outputs(timeout_s=300)
     assert left.exit_code == 3
+    with pytest.raises(TaskError, match="ended its process with exit code 0") as caught:
+        ended.fetch_outputs(timeout_s=300)
+    assert (ended.state, ended.exit_code, ended.error) == ("failed", 1, caught.value)
 
 
 # --- while it runs --------------------------------------------------------------------------------
