@@ -162,8 +162,9 @@ def test_a_forked_child_builds_what_a_thread_of_its_parent_was_building(run_pyth
             if child == 0:
                 signal.alarm(100)  # ends it if it waits for that thread, which it does not have
                 os._exit(0 if table.value == os.getpid() else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            status = os.waitpid(child, 0)[1]
             end.set()
+            assert os.waitstatus_to_exitcode(status) == 0
             assert job.result(300) == parent
         """)
 
