@@ -77,8 +77,11 @@ OF_WORKERS = (
     "raypool.backends.ray.fork_server",
 )
 
-OF_TRAININGS = ("raypool.train.ray_train", "torch._dynamo")
-"""What the ranks of a training import, the second with `DistributedDataParallel`."""
+OF_TRAININGS = ("torch._dynamo",)
+"""What the ranks of a training import, with `DistributedDataParallel` or an optimizer.
+
+Not Ray Train: importing it seeds Ray's generator of ids, and all forks would draw the same ids.
+"""
 
 OF_GPUS = ("/dev/nvidia", "/dev/kfd")
 """Beginnings of the files that a process has open while it uses a GPU: NVIDIA's, AMD's."""
@@ -360,8 +363,7 @@ class ForkServer:
     def _prepare_for_trainings(self, client: socket.socket) -> None:
         """Import what trainings do in a fork, and then here if that fork could fork workers.
 
-        An import cannot be undone, and this one imports pandas, which imports numexpr where that
-        is installed, which starts threads.
+        An import cannot be undone, and one that starts threads would leave no worker a fork.
         """
         if self._trial is not None:
             return
