@@ -214,7 +214,7 @@ class RunReader:
         if is_new:
             contents = self._tail.contents
             self._entries = entries_of(contents)
-            self._num_now = len({*positions_of(contents, newest_run(contents)).values()})
+            self._num_now = num_now(contents)
             self._runs = {} if (self.folder / STUDY).exists() else runs_of(contents)
             first_run = self._tail.contents["runs"][:1]
             if first_run != self._first_run:  # the folder was removed, and used again
@@ -313,7 +313,7 @@ class RunReader:
             rows[index] = row = [*rows[index]]
             last = self._reports[self._entries[index].key].last
             for name, at in table.last.items():
-                # the table renames a metric with the name of a column of its own
+                # the table renames a metric that has the name of one of its columns
                 row[at] = short(last.get(name, last.get(name.removeprefix("reported_"))))
         return table._replace(rows=rows)
 
@@ -498,8 +498,7 @@ class Brief:
         started_at, duration_s = None, 0.0
         with contextlib.suppress(JournalError):
             contents = read_contents(folder, lambda *_: None)
-            num_now = len({*positions_of(contents, newest_run(contents)).values()})
-            entries = entries_of(contents)[: num_now if is_now else None]
+            entries = entries_of(contents)[: num_now(contents) if is_now else None]
             statuses = [entry.stored and entry.stored.status for entry in entries]
             counts = Counter(status or ("waiting" if is_now else "missing") for status in statuses)
             started_at, duration_s = _times(contents, is_now)
@@ -521,6 +520,11 @@ def sweeps_below(folder: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             if run.stat().st_uid == os.getuid() and not is_training(run):
                 yield run
+
+
+def num_now(contents: Contents) -> int:
+    """Return how many of the first entries are items of the newest call."""
+    return len({*positions_of(contents, newest_run(contents)).values()})
 
 
 def is_any_running(folder: Path) -> bool:
