@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from os import PathLike
@@ -540,12 +540,19 @@ def _check(profile: Profile) -> None:
         value = getattr(profile, name)
         if value is not None and (name, value) != ("workers_per_gpu", "auto"):
             object.__setattr__(profile, name, checked_count(name, value, least))
+    for name, is_wrong, why in _rules(profile):
+        if is_wrong:
+            raise InvalidValueError(f"{name}={getattr(profile, name)!r} {why}")
+
+
+def _rules(profile: Profile) -> Iterable[tuple[str, bool, str]]:
+    """Return fields, whether their values are wrong, also beside others, and the reasons."""
     address, slurm, per_gpu = profile.address, profile.slurm, profile.workers_per_gpu
     is_url = str(profile.jobs_address or "http://").startswith(("http://", "https://"))
     pinning = [name for name in profile.env if name in PINNING]
     parts = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
     # `not ... > 0` and the like refuse NaN, too
-    for name, is_wrong, why in (
+    return (
         ("backend", profile.backend not in BACKENDS, f"is not one of {', '.join(BACKENDS)}."),
         (
             "start_timeout_s",
@@ -596,9 +603,7 @@ def _check(profile: Profile) -> None:
             f"sets how many workers share a GPU, and so does gpus={max(parts, default=0):g} in"
             " resources. Leave one out.",
         ),
-    ):
-        if is_wrong:
-            raise InvalidValueError(f"{name}={getattr(profile, name)!r} {why}")
+    )
 
 
 def _check_plain_call(name: str, fn: Any) -> None:

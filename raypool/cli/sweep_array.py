@@ -68,15 +68,9 @@ def submit_array(
             " watch` on their run directory."
         )
     run_dir = Path(options["run_dir"]).absolute()
-    with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted
-        job = json.loads((run_dir / PLAN).read_text())["job"]
-        if count := num_left(job):
-            raise CloudError(
-                f"Slurm job {job} has not ended: {count} of its tasks for {run_dir} are queued or"
-                f" running. Wait for them, or stop them with scancel {shlex.join(named(job))}."
-            )
-    name, seed, workers = function_name(function), options["seed"], options["workers"]
-    how = LoopOptions(name, seed=seed)
+    _refuse_second_array(run_dir)
+    name, workers = function_name(function), options["workers"]
+    how = LoopOptions(name, seed=options["seed"])
     loop = new_loop(function, Function(-1, None, name), how, run_dir, options["rerun"])
     with contextlib.closing(loop):
         numbers = loop.numbers(Slice(-1, 0, loop.take(items), 1))
@@ -89,16 +83,10 @@ def submit_array(
     shutil.copyfile(configs, copy)
     plan = {"run": loop.run, "tasks": tasks}
     write_file(run_dir / PLAN, json.dumps(plan).encode())  # first: a task may start at once
-    command = ["python", "-m", "raypool", "sweep", target, str(copy), f"--run-dir={run_dir}"]
-    command += [f"--part-of={loop.run}"]
-    command += [
-        f"--{option}={options[option]}"
-        for option in ("profile", "workers", "seed")
-        if options[option] is not None
-    ]
     folder = new_folder(profile.slurm, f"array_{uuid.uuid4().hex[:16]}")
     size = size_of(profile, workers, workers)
     file = folder / FILE
+    command = _task_command(target, copy, run_dir, loop.run, options)
     text = job_file(profile.slurm, size, command, name=name, requeue=True)
     write_file(file, text.encode())
     try:
@@ -114,6 +102,30 @@ def submit_array(
         err=True,
     )
     return True
+
+
+def _refuse_second_array(run_dir: Path) -> None:
+    """Make sure that no tasks of an earlier array are left."""
+    with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted
+        job = json.loads((run_dir / PLAN).read_text())["job"]
+        if count := num_left(job):
+            raise CloudError(
+                f"Slurm job {job} has not ended: {count} of its tasks for {run_dir} are queued or"
+                f" running. Wait for them, or stop them with scancel {shlex.join(named(job))}."
+            )
+
+
+def _task_command(
+    target: str, configs: Path, run_dir: Path, run: int, options: dict[str, Any]
+) -> list[str]:
+    """Return the command that each task of the array executes."""
+    command = ["python", "-m", "raypool", "sweep", target, str(configs), f"--run-dir={run_dir}"]
+    command += [f"--part-of={run}"]
+    return command + [
+        f"--{option}={options[option]}"
+        for option in ("profile", "workers", "seed")
+        if options[option] is not None
+    ]
 
 
 def part_of(run_dir: Path, run: int) -> RunPart:

@@ -356,64 +356,72 @@ def best_so_far(
         config: The columns of configurations.
         ends: When each trial had its score, on the time axis, with the axis' unit.
     """
-    import plotly.graph_objects as go
-
     scores = {} if trials is None else trials.ranked()
     if trials is None or not scores:
         return {}
-    sign = 1 if trials.mode == "max" else -1
-    over: dict[str, tuple[dict[int, float], str]] = {
-        "trials": ({item: trials.numbers[item] for item in scores}, "trial")
-    }
+    charts = {"trials": _scores_over(trials, config, scores, trials.numbers, "trial")}
     if all(item in ends for item in scores):
         unit = next(iter(ends.values()))[1]
-        over["time"] = ({item: ends[item][0] for item in scores}, f"run time [{unit}]")
-    charts = {}
-    for name, (places, title) in over.items():
-        figure = go.Figure()
-        for state, color in MARKS.items():
-            items = evenly([item for item in scores if trials.states[item] == state], MAX_BARS)
-            if not items:
-                continue
-            figure.add_scatter(
-                x=[places[item] for item in items],
-                y=[short(scores[item]) for item in items],
-                mode="markers",
-                marker={
-                    "color": color,
-                    "symbol": "circle" if state == "complete" else "circle-open",
-                },
-                name=f"{state} ({trials.states.count(state):,})",
-                hovertext=[_about(trials, config, item) for item in items],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
-        best, steps = (False, -math.inf), []
-        for item in sorted(scores, key=places.__getitem__):
-            # a score after a few epochs is no match for one after all of them
-            found = trials.states[item] == "complete", sign * scores[item]
-            if found > best:
-                best = found
-                steps.append((places[item], scores[item]))
-        steps.append((max(places.values()), steps[-1][1]))
-        figure.add_scatter(
-            x=[place for place, _ in steps],
-            y=[short(score) for _, score in steps],
-            mode="lines",
-            line={"shape": "hv", "width": 2, "color": PALETTE[2]},
-            name="best so far",
-            hovertemplate="best so far: %{y:.5~g}<extra></extra>",
-        )
-        figure.update_layout(
-            height=340,
-            hovermode="closest",
-            margin={"l": 10, "r": 10, "t": 20, "b": 70},
-            legend=LEGEND,
-            xaxis_title_text=title,
-            yaxis_title_text=html.escape(trials.metric),
-            yaxis_automargin=True,
-        )
-        charts[name] = figure.to_plotly_json()
+        times = {item: ends[item][0] for item in scores}
+        charts["time"] = _scores_over(trials, config, scores, times, f"run time [{unit}]")
     return charts
+
+
+def _scores_over(
+    trials: Trials,
+    config: Columns,
+    scores: Mapping[int, float],
+    places: Mapping[int, float] | Sequence[float],
+    title: str,
+) -> dict[str, Any]:
+    """Return a chart of scores, and of the best so far, over the places of the trials."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for state, color in MARKS.items():
+        items = evenly([item for item in scores if trials.states[item] == state], MAX_BARS)
+        if not items:
+            continue
+        figure.add_scatter(
+            x=[places[item] for item in items],
+            y=[short(scores[item]) for item in items],
+            mode="markers",
+            marker={
+                "color": color,
+                "symbol": "circle" if state == "complete" else "circle-open",
+            },
+            name=f"{state} ({trials.states.count(state):,})",
+            hovertext=[_about(trials, config, item) for item in items],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
+    sign = 1 if trials.mode == "max" else -1
+    best, steps = (False, -math.inf), []
+    for item in sorted(scores, key=places.__getitem__):
+        # a score after a few epochs is no match for one after all of them
+        found = trials.states[item] == "complete", sign * scores[item]
+        if found > best:
+            best = found
+            steps.append((places[item], scores[item]))
+    steps.append((max(places[item] for item in scores), steps[-1][1]))
+    figure.add_scatter(
+        x=[place for place, _ in steps],
+        y=[short(score) for _, score in steps],
+        mode="lines",
+        line={"shape": "hv", "width": 2, "color": PALETTE[2]},
+        name="best so far",
+        hovertemplate="best so far: %{y:.5~g}<extra></extra>",
+    )
+    figure.update_layout(
+        height=340,
+        hovermode="closest",
+        margin={"l": 10, "r": 10, "t": 20, "b": 70},
+        legend=LEGEND,
+        xaxis_title_text=title,
+        yaxis_title_text=html.escape(trials.metric),
+        yaxis_automargin=True,
+    )
+    chart: dict[str, Any] = figure.to_plotly_json()
+    return chart
 
 
 def lineage(trials: Trials, metrics: pd.DataFrame) -> dict[str, Any]:
