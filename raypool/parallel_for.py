@@ -755,7 +755,7 @@ class LoopRun:
         self, values: list[Any], segments: list[Segment], errors: dict[int, BaseException]
     ) -> None:
         work = self._work
-        for index, entry in work.restored.items():
+        for index, entry in work.restored.copy().items():  # as above
             values[index] = entry.value
         for piece, result, _ in segments:
             arrived = result.values_of(piece.start, piece.stop)
@@ -845,13 +845,15 @@ class Fold:
 
 
 def _rows(
-    work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]
+    work: LoopWork,
+    segments: list[Segment],
+    lost: list[Lost],
+    errors: Mapping[int, BaseException],
 ) -> list[Row]:
     """Return a row for each item."""
-    rows = [
-        Row() if index not in work.restored else dataclasses.replace(work.restored[index].row)
-        for index in range(len(work.items))
-    ]
+    rows = [Row() for _ in work.items]
+    for index, entry in work.restored.copy().items():
+        rows[index] = dataclasses.replace(entry.row)
     for piece, result, worker in segments:
         # items of a call ran one after the other
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
@@ -866,10 +868,10 @@ def _rows(
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
             row.peak_memory_bytes = result.peak_memory_bytes
             row.host, row.run = worker.host, work.run
-    for piece, _, span in lost:
+    for piece, error, span in lost:
         where = {} if span is None else span._asdict()
         for index in work.numbers(piece):
-            if index in errors:  # else it has run again
+            if errors.get(index) is error:  # else it has run again
                 rows[index] = Row("failed", attempts=piece.attempt, run=work.run, **where)
     return rows
 

@@ -257,8 +257,8 @@ class DurableLoop(LoopWork):
         if not self.restored:
             return self.feed
         feed = Feed()
-        for index, run in self._runs.items():
-            for _, row in rows_of(self.folder(index) / METRICS, index, run):
+        for index in self.restored.copy():
+            for _, row in rows_of(self.folder(index) / METRICS, index, self._runs[index]):
                 feed.add_row(row)
         feed.add_all_of(self.feed)
         return feed

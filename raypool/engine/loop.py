@@ -413,9 +413,7 @@ class LoopWork:
         return errors
 
     def _keep(self, segment: Segment, errors: dict[int, BaseException]) -> None:
-        if self.errors:
-            for index in self.numbers(segment.items):
-                self.errors.pop(index, None)  # of an earlier run of the item
+        self._forget_earlier(segment.items)
         for index, error in errors.items():
             self._note_error(index, error)
             if segment.result.is_interrupt(error):
@@ -423,11 +421,20 @@ class LoopWork:
         self.segments.append(segment)
         self._note_settled(segment.items)
 
+    def _forget_earlier(self, piece: Slice) -> None:
+        """Forget earlier outcomes of items that ran again."""
+        is_trial = self.may_run_again is not None  # whose parts count together
+        for index in self.numbers(piece) if self.errors or self.restored else ():
+            self.errors.pop(index, None)
+            if not is_trial:
+                self.restored.pop(index, None)
+
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Keep the error for each of these items."""
         self._keep_failed(Lost(piece, error, self._let_go(piece)))
 
     def _keep_failed(self, lost: Lost) -> None:
+        self._forget_earlier(lost.items)
         for index in self.numbers(lost.items):
             self._note_error(index, lost.error)
         self.lost.append(lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -145,6 +146,58 @@ def test_items_are_stopped_cancelled_put_first_and_run_again(
         assert list(results.to_frame()[column][:7]) == list(saved.to_frame()[column][:7])
     assert list(call()) == list(range(9)), "what was cancelled runs in the next call"
     assert [marks.count(item) for item in range(9)] == [1, 1, 2, 1, 1, 1, 1, 1, 2]
+
+
+def test_a_saved_failure_that_runs_again_is_replaced(
+    pool: ParallelPool, watcher: Watcher, start: Any, marks: Marks, gate: Gate
+) -> None:
+    def run(item: int) -> int:
+        marks.add(item)
+        report(run=marks.count(item))
+        print(f"run {marks.count(item)} of {item}")
+        if item == 0 and marks.count(0) == 1:
+            raise ValueError("once")
+        if item == 1:
+            gate.wait()
+        return item
+
+    how = {"run_dir": watcher.run_dir, "on_error": "collect"}
+    assert [*pool.parfor(run, [0], **how).errors] == [0]
+    loop = start(lambda: pool.parfor(run, [0, 1], rerun="missing", **how))
+    assert watcher.runs(1)
+    assert watcher.ask("rerun", 0) == "done"
+    gate.open()
+    results = loop.result(300)
+    assert list(results) == [0, 1]
+    assert results.errors == {}
+    assert [*results.metrics["run"]] == [2, 1]
+    assert results.diary[0] == "run 2 of 0\n"
+
+
+@pytest.mark.processes
+@pytest.mark.ci
+def test_an_item_that_fails_after_a_loss_has_the_row_of_its_last_run(
+    pool: ParallelPool, watcher: Watcher, start: Any, marks: Marks, gate: Gate
+) -> None:
+    def run(item: int) -> int:
+        marks.add(item)
+        if item == 0 and marks.count(0) == 1:
+            os._exit(1)
+        if item == 0:
+            raise ValueError("again")
+        gate.wait()
+        return item
+
+    how = {"run_dir": watcher.run_dir, "on_error": "collect"}
+    loop = start(lambda: pool.options(retries=0).parfor(run, [0, 1], **how))
+    assert watcher.sees(lambda live: len(live["running"]) == 1)
+    assert poll(lambda: watcher.ask("rerun", 0) == "done", 300)
+    gate.open()
+    results = loop.result(300)
+    assert isinstance(results.errors[0], ValueError)
+    saved = load_results(watcher.run_dir)
+    for column in ("started_at", "duration_s"):
+        assert [*results.to_frame()[column]] == [*saved.to_frame()[column]]
 
 
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
