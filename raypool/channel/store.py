@@ -196,18 +196,19 @@ class ValueStore:
         return listener
 
     def _pass_on(self, number: int, listener: Listener) -> None:
-        # the end of the store ends its listeners
-        with contextlib.suppress(PoolClosedError, WorkerLostError):
+        try:
             while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
                     if listener.is_removed:
                         return
                     listener.call(self, key)
-            if not listener.is_removed:
-                logger.warning(
-                    "A listener of pool.store was removed, because it handles changes more slowly"
-                    " than they arrive. Do less in it, or add it again."
-                )
+            why = "it handles changes more slowly than they arrive. Do less in it, or add it again."
+        except PoolClosedError:  # the end of the store ends its listeners
+            return
+        except WorkerLostError:
+            why = "the process that held the values was lost, and the values with it. Add it again."
+        if not listener.is_removed:
+            logger.warning("A listener of pool.store was removed, because %s", why)
 
     def _unwatch(self, number: int) -> None:
         with contextlib.suppress(PoolClosedError, WorkerLostError):  # the store has ended

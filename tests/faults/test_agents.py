@@ -71,10 +71,14 @@ def the_agent(eventually: Eventually) -> Callable[[], psutil.Process]:
 
 @pytest.mark.quick
 def test_it_ends_when_it_is_told_to(
-    first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually
+    first: Any,
+    the_agent: Callable[[], psutil.Process],
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before, (worker,), store = the_agent(), first.workers, first.store
     first.parfeval(store.put, "key", 1).result(300)
+    store.on_change(lambda store, key: None)
     before.terminate()
     psutil.Process(worker.pid).kill()
     assert first.parfeval(os.getpid).result(300) != worker.pid
@@ -87,6 +91,7 @@ def test_it_ends_when_it_is_told_to(
         return False
 
     assert eventually(is_shared), "also a store that has travelled"
+    assert eventually(lambda: "A listener of pool.store was removed" in caplog.text)
 
 
 def test_one_that_answers_nobody_is_replaced(
