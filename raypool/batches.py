@@ -619,7 +619,7 @@ def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
     from raypool.worker.folders import filesystem
 
     files, root = filesystem(place, "outputs")
-    with contextlib.suppress(NotImplementedError):
+    with contextlib.suppress(NotImplementedError):  # of a storage without folders
         files.create_dir(root, recursive=True)
     draft = f"{root}/{name}.{os.getpid()}"  # moved when it is whole
     with files.open_output_stream(draft) as stream:

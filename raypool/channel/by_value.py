@@ -149,7 +149,7 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 
 def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
-    vars(value).update(state, lock=threading.RLock())
+    vars(value).update(state, lock=threading.RLock())  # of a `cached_property` of Python 3.11
 
 
 def is_importable(value: Any) -> bool:

@@ -549,7 +549,7 @@ def with_gaps(cells: list[Any]) -> Any:
     if not (kinds and is_whole and None in cells):
         return cells
     for dtype in ("Int64", "UInt64"):
-        with contextlib.suppress(OverflowError):
+        with contextlib.suppress(OverflowError):  # too large for this type
             return pd.array(cells, dtype=dtype)
     return pd.array(cells, dtype=object)
 

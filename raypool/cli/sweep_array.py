@@ -134,7 +134,7 @@ def part_of(run_dir: Path, run: int) -> RunPart:
     Raises:
         CloudError: There was another run since.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # the next run has removed it
         plan = json.loads((run_dir / PLAN).read_text())
         if plan["run"] == run:
             task = os.environ["SLURM_ARRAY_TASK_ID"]

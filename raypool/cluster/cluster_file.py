@@ -174,7 +174,7 @@ def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> N
             f"{file} could not be written: {error.strerror}. Choose another place with --out."
         ) from error
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error says what is wrong
             draft.unlink(missing_ok=True)
 
 

@@ -375,7 +375,7 @@ def make_outputs_folder() -> Path:
     from raypool.ray_private import worker
 
     session = Path(worker._global_node.get_session_dir_path())
-    with suppress(FileExistsError):
+    with suppress(FileExistsError):  # an earlier job made it
         (session / "logs" / OUTPUTS_FOLDER).symlink_to(
             f"../{OUTPUTS_FOLDER}", target_is_directory=True
         )

@@ -87,7 +87,7 @@ def _check_hosts(provider: Findings, num_workers: int) -> None:
         host = provider.at(*keys)
         name = host if isinstance(host, str) else ""
         address = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # it may be a host name
             address = ipaddress.ip_address(name)
         if host is not None and address is None and not re.fullmatch(HOST, name):
             provider.add(f"{host!r} is not an address, such as 10.0.0.7, or a host name.", *keys)

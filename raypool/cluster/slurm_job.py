@@ -331,7 +331,7 @@ def _kill_all(own: Path) -> None:
     # and those that have lost their parent
     processes += [each for each in psutil.process_iter() if _is_marked(each, own)]
     for process in processes:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has just ended
             process.kill()
     psutil.wait_procs(processes, timeout=END_S)
 

@@ -210,6 +210,7 @@ class SlurmJobs(JobQueue):
         root = folder_of_jobs(self._slurm)
         files = [root / job_id / INFO] if not job_id.isdecimal() else list(root.glob(f"*/{INFO}"))
         for file in files:
+            # there is no such job, or its folder was just removed
             with suppress(FileNotFoundError):
                 info = json.loads(file.read_text())
                 if not job_id.isdecimal() or named(info["number"])[-1] == job_id:

@@ -602,11 +602,11 @@ class Recorder:
         except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
             self._give_up(error)
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the journal is to be closed in any case
                 if self._watched is not None:
                     self._watched.close()
             self._provenance.join()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # all that counts was written before, or given up
                 self._journal.close()
 
     def _is_watched(self) -> bool:

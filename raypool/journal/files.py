@@ -39,7 +39,7 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path.parent)
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # another process has just made it
         path.mkdir(mode=0o700)
         sync_folder(path.parent)
 
@@ -126,7 +126,7 @@ def check_run(run_dir: Path) -> None:
     """
     check_owner(run_dir)
     for name in JOURNAL:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # SQLite removes its log at the end
             (run_dir / name).lstat()
             check_owner(run_dir / name)
 

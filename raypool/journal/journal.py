@@ -79,7 +79,7 @@ class Journal:
         self._database = run_dir / DATABASE
         self._opened = identity(self._database)
         self._log: Identity | None = None
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # readers may ask while the recorder writes
         self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
         self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
         self._orders = contents["orders"]
@@ -326,7 +326,7 @@ class Journal:
                 insert(connection, table, entries)
             connection.execute("COMMIT")
         except BaseException as error:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error):  # the first error says what is wrong
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
@@ -384,7 +384,7 @@ class Journal:
     def close(self) -> None:
         """Close the files, and release the lock."""
         with self._mutex:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error):  # all rows are in the log, if not in the file
                 self._connection.close()
             closed(self._opened)
             self._lock.release()

@@ -129,7 +129,7 @@ class WatchedRun:
         """Answer what is left after the end of the loop, and remove its live state."""
         for request in [*self._pending, *self._new_requests()]:
             self._record(request, self._act(request) or TOO_LATE)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # readers ignore an old one
             (self._folder / LIVE).unlink(missing_ok=True)
 
     def _new_requests(self) -> Iterator[Request]:
@@ -159,7 +159,7 @@ class WatchedRun:
 
     def _record(self, request: Request, outcome: str) -> None:
         entry = {**request._asdict(), "done_at": time.time(), "outcome": outcome}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # on a full disk; the action is done all the same
             line = json.dumps(entry).encode() + b"\n"
             append(self._run_dir / "actions.jsonl", line, is_lines=True)
 

@@ -85,7 +85,7 @@ def _packages() -> dict[str, str]:
 def _modules_in(folder: Path) -> set[str]:
     """Return the modules of a package: python_dateutil has dateutil."""
     for name in ("top_level.txt", "RECORD"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not every package has both files
             lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
             return {line.partition(",")[0].partition("/")[0].removesuffix(".py") for line in lines}
     return set()

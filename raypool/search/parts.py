@@ -56,7 +56,7 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> A
     note.say = count
     value = None
     try:
-        with contextlib.suppress(TrialEndedError):
+        with contextlib.suppress(TrialEndedError):  # raised by `count`
             value = fn(part.config)
     finally:
         if not inspect.iscoroutine(value):

@@ -39,7 +39,7 @@ class StudyLog(JournalFileBackend):
                         lines = lines[file.write(lines) :]
                     os.fsync(file.fileno())
                 except OSError:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # the first error says what is wrong
                         file.truncate(end)
                     raise
         finally:

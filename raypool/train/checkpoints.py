@@ -262,6 +262,7 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
 def forget_deleted(run_dir: Folder) -> None:
     """Delete the json files of checkpoints whose folders Ray Train has deleted."""
     for file in Path(run_dir).glob("*.json"):
+        # it has just gone, or is no record of a checkpoint
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads(file.read_text(encoding="utf-8"))
             if (
@@ -278,7 +279,7 @@ def remove_partials(run_dir: Folder) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it takes space, but counts for nothing
                 path.unlink()
 
 

@@ -74,7 +74,7 @@ def with_config(loop: Callable[..., Any], config: Any) -> Callable[[], Any]:
     signature = inspect.signature(loop)
     choices: list[tuple[Any, ...]] = [(), ({},)] if config is None else [(config,)]
     for arguments in choices:
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError):  # it cannot be called with these
             signature.bind(*arguments)
             return functools.partial(loop, *arguments)
     return loop  # it takes none

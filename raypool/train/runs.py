@@ -385,7 +385,7 @@ def leave_folder(run: TrainingRun, folder: Path) -> None:
         _here.discard(run)
         if folder in _locked and _locked[folder].run is run:
             lock, _, is_new = _locked.pop(folder)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # somebody has deleted the folder
                 (folder / LOCK).unlink()
                 if is_new and not has_kept(folder):
                     folder.rmdir()

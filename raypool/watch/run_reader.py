@@ -496,6 +496,7 @@ class Brief:
         read_at = time.monotonic()
         counts: dict[str, int] = {}
         started_at, duration_s = None, 0.0
+        # it has just begun, or is damaged: the list shows no counts
         with contextlib.suppress(JournalError):
             contents = read_contents(folder, lambda *_: None)
             entries = entries_of(contents)[: num_now(contents) if is_now else None]
@@ -517,7 +518,7 @@ class Brief:
 def sweeps_below(folder: Path) -> Iterator[Path]:
     """Yield the folders of this user's runs, except for trainings, below a folder."""
     for run in runs_below(folder):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it was just deleted
             if run.stat().st_uid == os.getuid() and not is_training(run):
                 yield run
 

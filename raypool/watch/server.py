@@ -345,7 +345,7 @@ class Pages:
                 else:
                     now = sent_at
                 sent, sent_at = state, now
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # the usual end of a pause
                     pause_s = max(run.next_at - time.monotonic(), 0.01)
                     await asyncio.wait_for(self.is_ending.wait(), pause_s)
 

@@ -94,7 +94,7 @@ def write_file(path: Path, data: bytes, *, is_lasting: bool = True) -> None:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error says what is wrong
             temporary.unlink()
         raise
     if is_lasting:
@@ -415,7 +415,7 @@ class UrlStorage:
 
     def remove(self, name: str) -> None:
         """Remove all versions."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # there is none
             self._files.delete_dir(f"{self._root}/{name}")
 
     def begin(self, name: str) -> str:

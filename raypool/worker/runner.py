@@ -431,7 +431,7 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
         yield
     finally:
         for set_state, state in states:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # as above
                 set_state(state)
 
 

@@ -48,6 +48,7 @@ from raypool.gpus.sharing import CONTEXT_BYTES
 from raypool.profiles import for_ray
 
 POLL_S = 0.01
+"""How often to look, since Ray tells nobody that it has granted or freed a claim [s]."""
 
 SILENT_S = 1.0
 """Shorter waits are not reported [s]."""

@@ -43,6 +43,7 @@ def prepare() -> None:
     path = os.environ.get(SERVER)
     if path:
         body = json.dumps({"variables": dict(os.environ)}).encode()
+        # it may have ended: then workers start without it
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
             server.connect(path)
             server.sendall(struct.pack("q", len(body)) + body)

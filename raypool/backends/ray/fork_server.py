@@ -244,7 +244,7 @@ def hindrance() -> str | None:
 
 def find_users_modules() -> None:
     """Find out which modules are the user's: each worker asks, and forks inherit the answers."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # else each worker finds out by itself
         from raypool.channel.users_code import is_users
 
         for name in sys.modules.copy():
@@ -393,7 +393,7 @@ class ForkServer:
         os.close(self._owner)
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError):  # no fork is left
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
@@ -457,7 +457,7 @@ def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a lower one takes a privilege
         Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
     os.chdir(request["folder"])
     os.environ.clear()
@@ -486,6 +486,7 @@ def prepare_successors() -> None:
     if own_server is None:
         return
     body = json.dumps({"trains": True}).encode()
+    # without it, the successor imports them by itself
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
         server.settimeout(REQUEST_S)
         server.connect(own_server)

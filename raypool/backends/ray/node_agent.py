@@ -430,14 +430,14 @@ def family(pid: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it has just ended
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
         return (int(resident) - int(shared)) * PAGE_BYTES
     return 0
 
 
 def _own(pid: int) -> int:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it has just ended, or the kernel is old
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) * 1024

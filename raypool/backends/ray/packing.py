@@ -614,7 +614,7 @@ def pack_error(error: BaseException) -> bytes:
             del error.results  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         text = traceback_text(error)
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # its `__str__` is the user's, too
         summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         parcel = dump(error, sys.maxsize)
