@@ -1,4 +1,4 @@
-"""Keys of items, from their content, and of functions, from their names.
+"""Keys of items, by content, and of functions, by name; and where a function is defined.
 
 A key is the hash of a value's canonical bytes: the same in every process. Values with the same
 content have the same key. Values of different types differ, even if equal (1, 1.0 and True).
