@@ -588,7 +588,11 @@ class LoopRun:
             if (task_id := self._find_task()) is not None:
                 driver.post(CancelRequested(task_id))
 
-        driver.do(cancel)
+        # The driver would post it behind results that have come since, and let more items start.
+        if self._find_task() is not None:
+            cancel()
+        else:  # it may be about to begin
+            driver.do(cancel)
 
     def _find_task(self) -> int | None:
         # inline, the loop may still be inside `submit`, which would return the number

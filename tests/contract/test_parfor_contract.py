@@ -34,6 +34,8 @@ from raypool import (
     load_results,
     parpool,
 )
+from raypool.core.messages import AttemptFinished
+from raypool.engine.trace import read_trace
 from tests.conftest import poll
 
 pytestmark = pytest.mark.semantics
@@ -307,6 +309,33 @@ def test_an_interrupted_loop_gives_back_what_it_has(
         "more was started than what had been sent ahead"
     )
     check_pool(pool)
+
+
+@pytest.mark.threads
+def test_after_an_interruption_nothing_begins_however_late_the_driver_is(
+    make_pool: Any, tmp_path: Path, gate: Any, marks: Any, eventually: Any, press_ctrl_c: Any
+) -> None:
+    def begin(item: int) -> None:
+        marks.add(item)
+        gate.wait()
+
+    is_late = threading.Event()
+
+    def interrupt() -> None:
+        assert eventually(lambda: len(marks.all()) == 2)
+        pool._engine.driver.do(lambda: is_late.wait(300))
+        press_ctrl_c()
+
+    with make_pool(2, trace=tmp_path / "trace") as pool, ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.options(retries=0).parfor(begin, range(30), chunk_size=1)
+        gate.open()
+        messages = pool._engine.driver._inbox._queue  # the interruption, and both results
+        assert eventually(lambda: messages.qsize() > 2)
+        is_late.set()
+    events = [event for _, event in read_trace(tmp_path / "trace")]
+    assert len([event for event in events if isinstance(event, AttemptFinished)]) == 2
 
 
 @pytest.mark.concurrent
