@@ -21,6 +21,7 @@
     ├── CompositeError       (+ IndexError)      a part of a Composite is missing
     ├── RankInterrupted      a rank of an spmd call was ended because another one failed
     ├── TrainingError        a training has failed
+    ├── MissingExtraError    (+ ModuleNotFoundError)  a package of an extra is not installed
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        a bug in raypool
 
@@ -55,33 +56,6 @@ from numbers import Real
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, ParamSpec, TypeVar, cast
-
-__all__ = [
-    "CloudError",
-    "CollectiveError",
-    "CompositeError",
-    "InternalError",
-    "InvalidTypeError",
-    "InvalidValueError",
-    "JournalError",
-    "LossReason",
-    "PoolBrokenError",
-    "PoolClosedError",
-    "PoolPreemptedError",
-    "QueueClosedError",
-    "RankInterrupted",
-    "RaypoolError",
-    "RemoteTraceback",
-    "ResourceError",
-    "SerializationError",
-    "SpmdError",
-    "StartupError",
-    "TaskCancelled",
-    "TaskError",
-    "TaskTimeoutError",
-    "TrainingError",
-    "WorkerLostError",
-]
 
 
 class LossReason(Enum):

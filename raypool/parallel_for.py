@@ -907,7 +907,7 @@ def watched(
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
     """Show the output of items while the context lasts, if wanted; not in a task, as above."""
-    from raypool.views.item_lines import ItemLines
+    from raypool.views.lines import ItemLines
     from raypool.views.notebook import in_notebook
 
     if echo is None:

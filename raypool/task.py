@@ -15,7 +15,12 @@ from time import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError, explains_calls, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    checked_count,
+    explains_calls,
+)
 from raypool.worker.running import (
     TaskContext,
     in_task,
@@ -479,7 +484,7 @@ class MetricBuffer:
             most this many steps old.
 
     Raises:
-        InvalidValueError: `size` is not a count of at least 1.
+        InvalidTypeError, InvalidValueError: `size` is not a count of at least 1.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), side notes, and its
@@ -500,12 +505,7 @@ class MetricBuffer:
     """
 
     def __init__(self, size: int = 100) -> None:
-        number = whole_number(size)
-        if number is None or number < 1:
-            raise InvalidValueError(
-                f"size is the number of steps that a MetricBuffer holds, at least 1, not {size!r}."
-            )
-        self._size = number
+        self._size = checked_count("size", size, least=1)
         self._steps: list[tuple[float, dict[str, Any]]] = []
         self._tensors: defaultdict[
             tuple[torch.device, torch.dtype], list[tuple[Place, torch.Tensor]]

@@ -33,7 +33,7 @@ from raypool.errors import (
     SerializationError,
     WorkerLostError,
     explains_calls,
-    whole_number,
+    optional_count,
 )
 from raypool.worker.running import in_task, this_process
 
@@ -86,16 +86,7 @@ class DataQueue(Generic[T]):
     ) -> None:
         if policy not in ("block", "latest"):
             raise InvalidValueError(f"policy must be 'block' or 'latest', not {policy!r}.")
-        if maxsize is not None:
-            number = whole_number(maxsize)
-            if number is None:
-                raise InvalidTypeError(f"maxsize must be an integer, not {maxsize!r}.")
-            if number < 1:
-                raise InvalidValueError(
-                    f"maxsize must be at least 1, not {number}. Leave it out for a queue without a"
-                    " limit."
-                )
-            maxsize = number
+        maxsize = optional_count("maxsize", maxsize, least=1)
         if policy == "latest":
             maxsize = maxsize or 1
         key = uuid.uuid4().hex

@@ -26,9 +26,9 @@ import yaml
 from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND
 
 from raypool.cluster.jobs import Dashboard
-from raypool.cluster.launcher_file import DASHBOARD_PORT, TOKEN
+from raypool.cluster.launcher_file import TOKEN
 from raypool.errors import CloudError
-from raypool.profiles import Profile
+from raypool.profiles import DASHBOARD_PORT, Profile
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails

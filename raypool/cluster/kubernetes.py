@@ -29,7 +29,6 @@ from raypool.cluster.documents import PLACEHOLDER, Findings, form
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
-    DASHBOARD_PORT,
     HEALTH_CHECKS,
     IDLE_MINUTES,
     PORT,
@@ -38,6 +37,7 @@ from raypool.cluster.launcher_file import (
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
+from raypool.profiles import DASHBOARD_PORT
 
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # `ray start --block` drains so long after SIGTERM

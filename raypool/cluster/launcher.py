@@ -29,10 +29,10 @@ from raypool.cluster import aws, gcp, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.connect import make_token
 from raypool.cluster.documents import launcher_document, read_documents
-from raypool.cluster.launcher_file import CLIENT_PORT, DASHBOARD_PORT, TOKEN
+from raypool.cluster.launcher_file import CLIENT_PORT, TOKEN
 from raypool.cluster.machines import OF_PROVIDERS, catalogue
 from raypool.errors import CloudError
-from raypool.profiles import Profile
+from raypool.profiles import DASHBOARD_PORT, Profile
 
 TUNNEL_S = 30.0  # for a tunnel to open
 TOKEN_MODE = "export RAY_AUTH_MODE=token"

@@ -24,7 +24,6 @@ from raypool.errors import CloudError
 TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's default
-DASHBOARD_PORT = 8265  # of the head, on localhost only: jobs, through a tunnel
 IDLE_MINUTES = 10  # a machine without work is released after this time
 START = "ray start"  # marks a command that starts Ray
 

@@ -8,9 +8,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from raypool.core import policy
-from raypool.core.model import Attempt, Flight, Rest, Slice, Task, TaskSpec
+from raypool.core.model import Attempt, Flight, Order, Queue, Rest, Slice, Task, TaskSpec
 from raypool.core.policy import Pace
-from raypool.core.queue import Order, Queue
 
 MAX_IDLE_PACES = 256
 """The number of functions without tasks that keep their measured times, the latest ones."""

@@ -5,9 +5,17 @@ from __future__ import annotations
 from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.faulty_places import FaultyPlaces
-from raypool.core.model import Attempt, Task, TaskState, WaitingGang, Worker, WorkerState
+from raypool.core.model import (
+    Attempt,
+    Order,
+    Queue,
+    Task,
+    TaskState,
+    WaitingGang,
+    Worker,
+    WorkerState,
+)
 from raypool.core.outcomes import Outcomes
-from raypool.core.queue import Order, Queue
 from raypool.core.workers import Workers
 
 BUSY = WorkerState.BUSY  # looking up a member of an enum is slow in Python 3.11

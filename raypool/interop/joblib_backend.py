@@ -52,8 +52,7 @@ from raypool.parallel_for import TICK_S, is_unseen, watched
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.views.item_lines import ItemLines
-from raypool.views.lines import is_terminal
+from raypool.views.lines import ItemLines, is_terminal
 from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
 from raypool.worker.running import PLAIN, environment, in_task

@@ -1,4 +1,4 @@
-"""A run that is watched: its live state and the actions asked for, as files in its folder.
+"""A run that is watched: its live state, the actions asked for, and notes, as files in its folder.
 
 A watcher touches `watch/wanted` for as long as it looks. The driver then writes `watch/live.json`
 and takes what is in `watch/requests`. All of it works between machines with a common file system.
@@ -7,6 +7,7 @@ and takes what is in `watch/requests`. All of it works between machines with a c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import json
 import os
@@ -16,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from raypool.errors import InvalidValueError, JournalError
 from raypool.journal.files import append, distrust, make_folder
@@ -27,6 +28,8 @@ WATCH = "watch"
 """The folder for watchers in the folder of a run."""
 
 LIVE = "live.json"
+
+NOTES = "notes.json"
 
 ACTIONS = ("stop", "cancel", "rerun", "first", "stop_all")
 """All but the last are about one item."""
@@ -289,3 +292,42 @@ def _folder_of(run_dir: str | os.PathLike[str]) -> Path:
         )
     make_folder(folder)
     return folder
+
+
+# --- stars and notes, which people give items on the live page ------------------------------------
+
+
+class Note(TypedDict):
+    """What people noted of an item."""
+
+    star: bool
+    text: str
+
+
+def notes_in(run_dir: Path) -> dict[str, Note]:
+    """Return the notes in a run's folder by the keys of the items; {} if they cannot be read."""
+    try:
+        notes = json.loads((run_dir / NOTES).read_bytes())
+        return {
+            str(key): {"star": bool(note["star"]), "text": str(note["text"])}
+            for key, note in notes.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_note(run_dir: Path, key: str, changed: Mapping[str, bool | str]) -> None:
+    """Change fields of the note of an item; the others stay as they are.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # two servers may write at once
+    descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        notes = notes_in(run_dir)
+        note = {"star": False, "text": "", **notes.get(key, {}), **changed}
+        write_file(run_dir / NOTES, json.dumps({**notes, key: note}).encode())
+    finally:
+        os.close(descriptor)

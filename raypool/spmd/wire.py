@@ -138,7 +138,8 @@ def _of_operations(headers: Sequence[Header]) -> Disagreement:
     if ended and len({headers[rank].operation for rank in waits}) == 1:
         return Disagreement(
             f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)}"
-            f" {_wait(waits)} for {'it' if len(ended) == 1 else 'them'} in {waiting.operation}"
+            f" {'waits' if len(waits) == 1 else 'wait'} for"
+            f" {'it' if len(ended) == 1 else 'them'} in {waiting.operation}"
             f" (the {ordinal(waiting.number)} collective of this call). Every rank must call the"
             " same collectives: look for a return, a break or an if that not all ranks take, or"
             " for loops of different length.",
@@ -234,10 +235,6 @@ def list_ranks(ranks: Iterable[int], most: int = MAX_NAMED) -> str:
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def _wait(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
 
 
 def ordinal(number: int) -> str:

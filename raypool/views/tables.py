@@ -22,7 +22,7 @@ from raypool.channel.feed import column_name, fields_of
 from raypool.profiles import PINNING
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
-from raypool.views.words import describe_item, describe_values, one_line
+from raypool.views.words import describe_item, describe_values, gibibytes, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -388,7 +388,7 @@ def gpus_as_table(frame: pd.DataFrame) -> Table:
     for row in _rows(frame):
         selected, name, mig, memory = row["is_selected"], row["name"], row["mig"], UNKNOWN
         if row["free_bytes"] is not None:
-            memory = f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
+            memory = gibibytes(row["used_bytes"], row["total_bytes"])
         cells = (
             "?" if selected is None else "*" if selected else "",
             str(row["index"]),
@@ -450,10 +450,6 @@ def _text(value: Any, shown: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else shown(value)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
-
-
 def _process(entry: tuple[int, int | None]) -> str:
     pid, used = entry
-    return str(pid) if used is None else f"{pid} ({_gib(used)} GiB)"
+    return str(pid) if used is None else f"{pid} ({gibibytes(used, None)})"

@@ -17,9 +17,8 @@ from raypool.channel.feed import MAX_EXACT, Feed, fields_of, text_of_file
 from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, samples_in
 from raypool.errors import JournalError
 from raypool.journal.files import DIARY, METRICS, Damaged
-from raypool.journal.live import actions_in, live_of
+from raypool.journal.live import NOTES, actions_in, live_of, notes_in
 from raypool.journal.lock import is_in_use, is_running
-from raypool.journal.notes import NOTES, notes_in
 from raypool.journal.opening import Contents
 from raypool.journal.reading import (
     ItemRecord,

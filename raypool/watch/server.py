@@ -32,8 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raypool.errors import InvalidValueError, JournalError
-from raypool.journal.live import ask, check_action, want
-from raypool.journal.notes import write_note
+from raypool.journal.live import ask, check_action, want, write_note
 from raypool.views.report import PAGE
 from raypool.watch.run_reader import Brief, RunReader, State, sweeps_below
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypool import load_results, parpool
-from raypool.journal.notes import notes_in
+from raypool.journal.live import notes_in
 from tests.integration import browser as browsers
 from tests.integration.browser import complaints, requests
 from tests.leaks import poll as eventually

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 from raypool import InvalidValueError, JournalError, parpool, report
 from raypool.cli.main import main
 from raypool.engine.durable import RunPart
-from raypool.journal.notes import notes_in
+from raypool.journal.live import notes_in
 from raypool.watch import run_reader, watch_page
 from raypool.watch.run_reader import RunReader
 from raypool.watch.server import RunsFolder, WatchedFolder, WatchServer, as_json

@@ -13,8 +13,9 @@ import pytest
 from raypool import Profile, errors, find_job, parpool
 from raypool.errors import LossReason, RaypoolError, RemoteTraceback
 
-TREE = [getattr(errors, name) for name in errors.__all__]
-RAYPOOL_ERRORS = [cls for cls in TREE if isinstance(cls, type) and issubclass(cls, RaypoolError)]
+RAYPOOL_ERRORS = [
+    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RaypoolError)
+]
 
 
 def test_pickling_keeps_the_text_and_the_fields() -> None:

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypool.core.queue import Order, Queue
+from raypool.core.model import Order, Queue
 
 
 @given(st.lists(st.none() | st.integers(-2, 2)))

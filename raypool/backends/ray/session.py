@@ -220,7 +220,7 @@ def join_ray(
                 shipped = connect.runtime_env(profile)
                 undo.callback(_end, ())  # what has started: else the next `parpool` would join it
                 with _own_sigterm():
-                    _connect(ray, profile, address, inventory, shipped)
+                    _connect(ray, address, inventory, shipped)
                 _ours, _shipped = connection(), shipped
         if _used is not connection():  # somebody has ended the Ray of the others
             _users, _used = 0, connection()
@@ -591,7 +591,7 @@ def _init_kept(ray: Any, options: dict[str, Any]) -> None:
     started.result()
 
 
-def _hush(ray: Any) -> None:
+def _hush() -> None:
     """Keep Ray from printing a dozen lines about each dead worker: the pool replaces it."""
     # There is no setting: `log_to_driver=False` leaves these messages of the node manager. Private
     # names, checked on Ray 2.60; where they are missing, the messages are printed.
@@ -623,11 +623,7 @@ def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 
 def _connect(
-    ray: Any,
-    profile: Profile,
-    address: str | None,
-    inventory: Inventory | None,
-    shipped: dict[str, Any],
+    ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]
 ) -> None:
     global _files
     _remove_files()
@@ -649,7 +645,7 @@ def _connect(
             }
             with without_helpers(), _not_a_task():
                 _init_kept(ray, options)
-            _hush(ray)
+            _hush()
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error
     if address is not None and address.startswith(CLIENT):
