@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool.backends.ray.card_sharing import TRIES_ALONE, SharedGpus
-from raypool.backends.ray.node_agent import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
 from raypool.errors import ResourceError
@@ -204,26 +203,20 @@ class FakeSeating:
         return leaving
 
 
-BUSY = Usage(
-    num_readings=5,
-    mean_utilization=0.95,
-    peak_utilization=1.0,
-    mean_used_bytes=0.0,
-    peak_used_bytes=0,
-)
+BUSY = 0.95
 
 
 class Play:
     """One card, whose workers the test plays."""
 
-    def __init__(self, usage: Usage | None = None, *, is_mps: bool = False) -> None:
+    def __init__(self, utilization: float | None = None, *, is_mps: bool = False) -> None:
         self.seating, self.claim = FakeSeating(), FakeClaim()
         self.told: list[ResizeRequested] = []
         self.cards = SharedGpus(
             self.seating,  # type: ignore[arg-type]
             lambda _: None,
             lambda event, _: self.told.append(event),  # type: ignore[arg-type]
-            None if is_mps else lambda _worker, _since, _until, take: take(usage),
+            None if is_mps else lambda _worker, _since, _until, take: take(utilization),
         )
         self._attempts = itertools.count()
         assert self.move_in(0) == (1, True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from raypool.backends.ray.node_agent import KEPT, Reading, Telemetry, Usage
+from raypool.backends.ray.node_agent import KEPT, Reading, Telemetry
 from raypool.gpus.devices import Allocator, GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 
@@ -39,52 +39,41 @@ def noted(readings: list[Reading]) -> Telemetry:
     return telemetry
 
 
-def test_mean_and_peak_of_what_was_seen_between_two_times() -> None:
-    readings = [
-        Reading(10.0, 0.9, 9),
-        Reading(11.0, 0.2, 4),
-        Reading(12.0, 0.6, 8),
-        Reading(13.0, 1.0, 16),
-    ]
-    assert noted(readings).usage(0, 10.5, 12.0) == Usage(
-        num_readings=2,
-        mean_utilization=0.4,
-        peak_utilization=0.6,
-        mean_used_bytes=6.0,
-        peak_used_bytes=8,
+class Counted:
+    """An inventory that counts how often it was asked, and for which GPUs."""
+
+    def __init__(self, gpus: SimulatedGpus) -> None:
+        self.gpus, self.num_looks, self.asked = gpus, 0, set[int]()
+
+    def load(self, indices: Sequence[int]) -> list[GpuDevice]:
+        self.num_looks += 1
+        self.asked.update(indices)
+        return self.gpus.load(indices)
+
+    def devices(self) -> list[GpuDevice]:
+        return self.gpus.devices()
+
+
+def test_how_busy_a_gpu_was_between_two_times() -> None:
+    telemetry = noted(
+        [
+            Reading(10.0, 0.9, 9),
+            Reading(11.0, 0.2, 4),
+            Reading(11.5, None, 4),  # the driver may not say it, as of a GPU that is divided
+            Reading(12.0, 0.6, 8),
+            Reading(13.0, 1.0, 16),
+        ]
     )
-
-
-def test_what_nobody_has_seen_is_not_known() -> None:
-    telemetry = noted([Reading(10.0, 0.5, 1)])
-    assert telemetry.usage(0, 10.1, 20.0) is None
-    assert telemetry.usage(0, 20.0, 10.0) is None
-    assert telemetry.usage(1, 0.0, 20.0) is None
-
-
-def test_readings_of_which_a_part_is_not_known() -> None:
-    """The driver may say how much memory is in use, and not how busy a card is (as of one that is
-    divided).
-    """
-    telemetry = noted([Reading(1.0, None, 4), Reading(2.0, None, 6)])
-    usage = telemetry.usage(0, 0.0, 5.0)
-    assert usage == Usage(
-        num_readings=2,
-        mean_utilization=None,
-        peak_utilization=None,
-        mean_used_bytes=5.0,
-        peak_used_bytes=6,
-    )
-    broken = noted([Reading(1.0, None, None)]).usage(0, 0.0, 5.0)
-    assert broken is not None
-    assert (broken.num_readings, broken.mean_used_bytes, broken.peak_used_bytes) == (1, None, None)
+    assert telemetry.utilization(0, 10.5, 12.0) == 0.4
+    assert telemetry.utilization(0, 11.1, 11.9) is None
+    assert telemetry.utilization(0, 13.1, 20.0) is None
+    assert telemetry.utilization(0, 20.0, 10.0) is None
+    assert telemetry.utilization(1, 0.0, 20.0) is None
 
 
 def test_only_the_last_hour_is_kept() -> None:
-    telemetry = noted([Reading(float(second), 0.5, 1) for second in range(2 * KEPT)])
-    usage = telemetry.usage(0, 0.0, 2.0 * KEPT)
-    assert usage is not None
-    assert usage.num_readings == KEPT
+    telemetry = noted([Reading(float(second), second // KEPT, 1) for second in range(2 * KEPT)])
+    assert telemetry.utilization(0, 0.0, 2.0 * KEPT) == 1.0
 
 
 def test_watched_gpus_are_looked_at_until_nobody_has_them(gpus: SimulatedGpus) -> None:
@@ -92,28 +81,24 @@ def test_watched_gpus_are_looked_at_until_nobody_has_them(gpus: SimulatedGpus) -
 
     async def main() -> None:
         started = time.time()
-        telemetry = Telemetry(gpus, look_s=0.01)
+        counted = Counted(gpus)
+        telemetry = Telemetry(counted, look_s=0.01)  # type: ignore[arg-type]
         gpus.change(1, utilization=0.75, used_bytes=3 * GIBIBYTE)
         telemetry.watch([1])
         telemetry.watch([1])
-
-        def seen() -> Usage | None:
-            return telemetry.usage(1, started, time.time())
-
-        await until(lambda: (usage := seen()) is not None and usage.num_readings >= 2)
+        await until(lambda: counted.num_looks >= 2)
         telemetry.leave([1])
-        before = seen()
-        assert before is not None
-        await until(
-            lambda: (usage := seen()) is not None and usage.num_readings > before.num_readings + 1
-        )
+        before = counted.num_looks
+        await until(lambda: counted.num_looks > before + 1)
         telemetry.leave([1])
-        last = seen()
+        await telemetry.devices()  # in the same thread: no look is on its way any more
+        last = counted.num_looks
         await asyncio.sleep(0.1)  # ten looks, if there were any
-        assert seen() == last
-        assert last is not None
-        assert (last.mean_utilization, last.peak_used_bytes) == (0.75, 3 * GIBIBYTE)
-        assert telemetry.usage(0, started, time.time()) is None
+        assert counted.num_looks == last
+        assert counted.asked == {1}
+        assert telemetry.utilization(1, started, time.time()) == 0.75
+        assert telemetry.newest()[1].used_bytes == 3 * GIBIBYTE
+        assert telemetry.utilization(0, started, time.time()) is None
 
     asyncio.run(main())
 
@@ -125,8 +110,8 @@ def test_looking_begins_again_with_the_next_worker(gpus: SimulatedGpus) -> None:
         telemetry.leave([0])
         since = time.time()
         telemetry.watch([1, -1])  # -1: a card that nobody knows
-        await until(lambda: telemetry.usage(1, since, time.time()))
-        assert telemetry.usage(-1, since, time.time()) is None
+        await until(lambda: telemetry.utilization(1, since, time.time()) is not None)
+        assert telemetry.utilization(-1, since, time.time()) is None
 
     asyncio.run(main())
 
@@ -142,11 +127,8 @@ def test_a_driver_that_fails_in_mid_run_is_looked_at_again(gpus: SimulatedGpus) 
             gpus.break_down(is_broken)
 
             def shows(expected: float | None = expected) -> bool:
-                usage = telemetry.usage(0, time.time() - 0.05, time.time())
-                return (
-                    usage is not None
-                    and usage.mean_utilization == usage.peak_utilization == expected
-                )
+                newest = telemetry.newest().get(0)
+                return (newest and newest.utilization) == expected
 
             await until(shows)
 
@@ -185,7 +167,7 @@ def test_a_driver_that_hangs_holds_up_nobody_else() -> None:
         try:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(telemetry.devices(), 0.1)
-            assert telemetry.usage(0, 0.0, time.time()) is None  # at once
+            assert telemetry.utilization(0, 0.0, time.time()) is None  # at once
             assert await telemetry.memory_used([]) == 0  # of a worker without a GPU nobody is asked
         finally:
             hanging.end.set()

@@ -22,7 +22,7 @@ import ray
 from raypool.backends.ray import client, fork_server, mps
 from raypool.backends.ray.calls import answer_to, answered, aside, later, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
-from raypool.backends.ray.node_agent import OFFERED, NodeAgent, Usage
+from raypool.backends.ray.node_agent import OFFERED, NodeAgent
 from raypool.backends.ray.nodes import LOOK_S
 from raypool.backends.ray.packing import snapshot
 from raypool.backends.ray.worker import Introduction
@@ -204,10 +204,10 @@ class Agents:
             self._told.add(what)
             logger.log(level, words)
 
-    def usage(
-        self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]
+    def utilization(
+        self, worker_id: int, since: float, until: float, take: Callable[[float | None], object]
     ) -> None:
-        """Pass the use of a worker's (first) GPU to `take`, for a time [s since the epoch].
+        """Pass to `take` how busy a worker's (first) GPU was; see `Telemetry.utilization`.
 
         In the agents' thread, within `ANSWER_S`; None: unknown.
         """
@@ -216,9 +216,9 @@ class Agents:
         if agent is None or worker is None or worker[0].info.gpu is None:
             self._chores.put(functools.partial(take, None))
             return
-        ref = agent.usage.remote(worker[0].info.gpu, since, until)
+        ref = agent.utilization.remote(worker[0].info.gpu, since, until)
         self.within(
-            ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, Usage) else None)
+            ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, float) else None)
         )
 
     def devices(self) -> list[NodeDevices]:

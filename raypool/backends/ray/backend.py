@@ -123,7 +123,7 @@ class RayBackend:
         if profile.workers_per_gpu == "auto":
 
             def ask(*args: Any) -> None:  # from any thread
-                self._agents.later(functools.partial(self._agents.usage, *args))
+                self._agents.later(functools.partial(self._agents.utilization, *args))
 
             self._cards = SharedGpus(
                 self._placement, self.take_in, post, None if profile.mps else ask

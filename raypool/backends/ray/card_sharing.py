@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.backends.ray.claims import Claim
-from raypool.backends.ray.node_agent import Usage
 from raypool.backends.ray.placement import Placement
 from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
@@ -43,7 +42,7 @@ ASK_S = 1.0
 
 logger = logging.getLogger("raypool")
 
-AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
+AskUsage = Callable[[int, float, float, Callable[[float | None], object]], object]
 """Passes the use of a worker's GPU between two times [s since the epoch] to the last argument."""
 
 
@@ -325,7 +324,7 @@ class SharedGpus:
         is_time = gpu.num_done >= gpu.claim.room and time.monotonic() > gpu.ask_at
         return is_free and is_time and gpu.claim.room < self._limit(gpu)
 
-    def _grow(self, gpu: SharedGpu, usage: Usage | None) -> None:
+    def _grow(self, gpu: SharedGpu, utilization: float | None) -> None:
         with self._lock:
             gpu.is_asking = False
             if not self._may_grow(gpu):
@@ -334,8 +333,8 @@ class SharedGpus:
             load = gpu.load
             if self._ask_usage is None:
                 load = load._replace(utilization=None)
-            elif usage is not None and usage.mean_utilization is not None:
-                load = load._replace(utilization=usage.mean_utilization)
+            elif utilization is not None:
+                load = load._replace(utilization=utilization)
             room = min(workers_for(load), self._limit(gpu))
             if room > gpu.claim.room:
                 self._set_room(gpu, room)

@@ -18,7 +18,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -311,9 +310,9 @@ class NodeAgent:
         """Return the last readings of the workers' GPUs."""
         return self._telemetry.newest()
 
-    async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch]; None: unknown."""
-        return self._telemetry.usage(gpu, since, until)
+    async def utilization(self, gpu: int, since: float, until: float) -> float | None:
+        """Return how busy a GPU was; see `Telemetry.utilization`."""
+        return self._telemetry.utilization(gpu, since, until)
 
     async def mps(self, settings: Mapping[str, str]) -> MpsState:
         """Return the state of MPS for this node's workers; the first call starts it."""
@@ -468,23 +467,6 @@ class Reading(NamedTuple):
     total_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """How a GPU was used within some time, by anybody; None: unknown.
-
-    Attributes:
-        num_readings: How often it was read.
-        mean_utilization, peak_utilization: The part of the time that it computed, from 0 to 1.
-        mean_used_bytes, peak_used_bytes: Its memory in use [bytes].
-    """
-
-    num_readings: int
-    mean_utilization: float | None
-    peak_utilization: float | None
-    mean_used_bytes: float | None
-    peak_used_bytes: int | None
-
-
 class Telemetry:
     """Reads the GPUs of a node every `look_s` seconds; for one event loop."""
 
@@ -553,19 +535,13 @@ class Telemetry:
             if reading.taken_at >= since and reading.used_bytes is not None
         }
 
-    def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch]; None: unknown."""
-        readings = [
-            reading for reading in self._readings.get(gpu, ()) if since <= reading.taken_at <= until
+    def utilization(self, gpu: int, since: float, until: float) -> float | None:
+        """Return the part of the time between two times [s since the epoch] that a GPU computed, 0
+        to 1; None: unknown.
+        """
+        rates = [
+            reading.utilization
+            for reading in self._readings.get(gpu, ())
+            if since <= reading.taken_at <= until and reading.utilization is not None
         ]
-        if not readings:
-            return None
-        rates = [reading.utilization for reading in readings if reading.utilization is not None]
-        used = [reading.used_bytes for reading in readings if reading.used_bytes is not None]
-        return Usage(
-            num_readings=len(readings),
-            mean_utilization=fmean(rates) if rates else None,
-            peak_utilization=max(rates, default=None),
-            mean_used_bytes=fmean(used) if used else None,
-            peak_used_bytes=max(used, default=None),
-        )
+        return fmean(rates) if rates else None
