@@ -657,6 +657,33 @@ def test_a_damaged_journal_is_kept_and_what_is_left_goes_on(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def test_rows_of_all_kinds_are_found_without_sqlite(tmp_path, caplog):
+    values = [None, "naïve", 2**70, np.arange(9.0), {1, 2}, np.zeros(100_000)]
+    numbers = [0, 1, -2, 200, 40_000, 2**30, 2**40, 2**60]
+    outcomes = [
+        Outcome(f"v{i}", 1, "finished", value=value, host="größe") for i, value in enumerate(values)
+    ]
+    outcomes += [
+        Outcome(
+            f"n{i}", 1 + i, "finished", value=i, started_at=float(n), duration_s=n / 8, worker=n
+        )
+        for i, n in enumerate(numbers)
+    ]
+    outcomes += [Outcome("e", 2, "failed", error=ValueError("no"))]
+    keep(tmp_path, *outcomes)
+    with open_one(tmp_path) as journal:
+        before = journal.stored()
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(bytes(100) + path.read_bytes()[100:])
+    with open_one(tmp_path) as journal:
+        assert journal.stored() == before
+        assert len(before) == len(outcomes)
+        for i, value in enumerate(values):
+            np.testing.assert_equal(journal.value(before[f"v{i}"]), value)
+        assert str(journal.error(before["e"])) == "no"
+    assert "it does not begin like a journal" in caplog.text
+
+
 def test_a_salvage_that_was_interrupted_is_finished(tmp_path):
     keep(tmp_path / "whole", Outcome("a", 1, "finished", value=1))
     (tmp_path / "run").mkdir()
