@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -682,6 +683,28 @@ def test_rows_of_all_kinds_are_found_without_sqlite(tmp_path, caplog):
             np.testing.assert_equal(journal.value(before[f"v{i}"]), value)
         assert str(journal.error(before["e"])) == "no"
     assert "it does not begin like a journal" in caplog.text
+
+
+def test_items_keep_their_order_where_others_were_lost(tmp_path):
+    keys = [f"k{i}" for i in range(600)]
+    for order in (keys, random.Random(0).sample(keys, 600)):
+        with open_one(tmp_path) as journal:
+            journal.note_items((key, i, key + "v" * 100) for i, key in enumerate(order))
+    with open_one(tmp_path) as journal:
+        before = [journal.positions(run) for run in (1, 2)]
+    assert before[1] == {key: i for i, key in enumerate(order)}
+    path = tmp_path / "journal.sqlite"
+    data = bytearray(path.read_bytes())
+    start = data.index(b"k150v") // schema.PAGE_BYTES * schema.PAGE_BYTES
+    data[start : start + schema.PAGE_BYTES] = bytes(schema.PAGE_BYTES)
+    path.write_bytes(data)
+    with open_one(tmp_path) as journal:
+        after = [journal.positions(run) for run in (1, 2)]
+    lost = {*keys} - {*after[0]}
+    assert "k150" in lost
+    assert len(lost) < 100
+    for old, new in zip(before, after, strict=True):
+        assert new == {key: place for key, place in old.items() if key not in lost}
 
 
 def test_a_salvage_that_was_interrupted_is_finished(tmp_path):
