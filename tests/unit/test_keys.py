@@ -304,12 +304,67 @@ def test_what_is_derived_from_the_fields_of_a_dataclass_does_not_count():
     assert key(size) == before == key(Size[int](3))
 
 
+KEYS_ON_DISK = {
+    "config": "48fa1f160051c591cf8afb43",
+    "function": "0db1f48e1c56a05e2d14db49",
+    "plain": "f38c74f50c32dbd025ca47f9",
+    "dict": "6834fe3692caab829468fa02",
+    "set": "1af57a6328fdf85cab0aa313",
+    "enum": "94d1d6c4b8bc9203cd570838",
+    "namedtuple": "0df4c62fb8f724a267bebc14",
+    "times": "20b41ed16f1be63c1f031f3a",
+    "numbers": "5d8439c94b653e90761e45ff",
+    "path": "a86223d13092047d6021deb5",
+    "partial": "9e7f623d3df3163c618248b9",
+    "class": "a1d1d83ff0f2341081ff2ad2",
+    "object": "b61bbf9626b9e041f93d02c7",
+    "collections": "9a0c4f13a2278c0cc006e9a9",
+    "numpy": "fcd1633b6b3ea4d770f77c2f",
+    "array of objects": "de23b4d865c5929f4d7ea24d",
+    "frame": "2cb9bc379d6f4fa804574100",
+    "series": "9c266fbf6ff1e7799fed0345",
+    "index": "619af924460876acb7451e34",
+    "tensors": "28a7aa3193343031ed206faf",
+    "parameter": "ef091a617c1b4d1505ee7626",
+}
+
+
+def values_on_disk() -> dict[str, Any]:
+    """Return values of all kinds; their classes are in a module that the tests do not name."""
+    import torch
+
+    config = dataclasses.make_dataclass("Config", ["lr", "layers"])
+    config.__module__ = "sweep"
+    plain = type("Plain", (), {"__module__": "sweep"})
+    day = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    return {
+        "config": config(0.1, (1,)),
+        "function": json.dumps,
+        "plain": [None, True, 1, -(2**70), 1.5, -0.0, float("nan"), 1 + 2j, "ü", b"b", (1,)],
+        "dict": {"b": 1, "a": [2]},
+        "set": {1, 2, frozenset({"x"})},
+        "enum": enum.Enum("Colour", "RED BLUE", module="sweep").BLUE,
+        "namedtuple": collections.namedtuple("Point", "x y", module="sweep")(1, 2),
+        "times": [day, day.date(), day.time(), datetime.timedelta(1, 2, 3)],
+        "numbers": [decimal.Decimal("1.10"), fractions.Fraction(1, 3), uuid.UUID(int=1)],
+        "path": pathlib.PurePosixPath("a/b"),
+        "partial": functools.partial(json.dumps, 1, indent=2),
+        "class": plain,
+        "object": changed(plain(), x=1, y=[2]),
+        "collections": [collections.OrderedDict(b=1, a=2), collections.Counter("aab")],
+        "numpy": [np.float32(1.5), np.arange(4)[::2], np.datetime64("2026-01-02")],
+        "array of objects": np.array(["a", None], dtype=object),
+        "frame": pd.DataFrame({"a": [1, 2], "b": ["x", None]}, index=["r", "s"]),
+        "series": pd.Series(["x", "y"], dtype="category", name="s"),
+        "index": pd.Index([1, 2], name="i"),
+        "tensors": [torch.arange(3), torch.eye(2).to_sparse(), torch.tensor(1.5)],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
 def test_keys_stay_as_they_are_on_disks():
-    config = dataclasses.make_dataclass(
-        "Config", ["lr", "layers"], namespace={"__module__": "sweep"}
-    )
-    assert key(config(0.1, (1,))) == "48fa1f160051c591cf8afb43"
-    assert key(json.dumps) == "0db1f48e1c56a05e2d14db49"
+    """Else all items of a run would run again after an update of raypool."""
+    assert {name: key(value) for name, value in values_on_disk().items()} == KEYS_ON_DISK
 
 
 def test_tensors_are_known_by_what_is_in_them():
