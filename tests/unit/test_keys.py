@@ -104,6 +104,10 @@ class Names(list):
     pass
 
 
+class Tags(set):
+    pass
+
+
 def scale(x: float, by: float = 1.0) -> float:
     return x * by
 
@@ -167,6 +171,9 @@ DIFFERENT: list[Any] = [
     {1},
     frozenset({1}),
     {"x", "y"},
+    Tags({1}),
+    changed(Tags({1}), owner="a"),
+    changed(Tags({1}), owner="b"),
     Colour.RED,
     Colour.BLUE,
     Point(1, 2),
@@ -219,6 +226,10 @@ DIFFERENT: list[Any] = [
     found_by_name,
     lambda x: x,
     lambda x: -x,
+    lambda x: x.real,
+    lambda x: x.imag,
+    lambda x: (lambda y: y.real)(x),
+    lambda x: (lambda y: y.imag)(x),
     functools.partial(scale, by=2),
     functools.partial(scale, by=3),
     Config,
@@ -228,6 +239,9 @@ DIFFERENT: list[Any] = [
     np.arange(3.0),
     np.arange(3).reshape(1, 3),
     np.array([1, "a"], dtype=object),
+    np.array([[1, "a"]], dtype=object),
+    np.timedelta64(1, "D"),
+    np.timedelta64(1, "Y"),
     np.array(["a", "b"]),
     np.datetime64("2026-01-01"),
     np.datetime64("2026-01-02"),
@@ -242,7 +256,10 @@ DIFFERENT: list[Any] = [
     pd.Series([1, 2]),
     pd.Series([1, 2], name="a"),
     pd.Index([1, 2]),
+    pd.Index([1, 2], name="a"),
     pd.Series(["x", "y"], dtype="category"),
+    pd.Series(pd.Categorical(["x", "y"], categories=["y", "x"])),
+    pd.Series(pd.Categorical(["x", "y"], ordered=True)),
     pd.Timestamp("2026-01-01"),
     pd.Timestamp("2026-01-01", tz="UTC"),
     pd.NA,
