@@ -20,6 +20,7 @@ from typing import Any
 
 from raypool.channel.queues import LOOK_AGAIN_S
 from raypool.errors import PoolClosedError
+from raypool.worker.running import note_here, uninterruptible
 
 END_TIMEOUT_S = 2.0
 """How long the end of a queue waits for its workers, of which one may have been killed [s]."""
@@ -290,7 +291,9 @@ class LocalExchange:
             if self._closed is not None:
                 raise PoolClosedError(self._closed)
             if self._loop is None:
-                self._start()
+                # a task that is cancelled in between would leave a thread that nobody ends
+                with uninterruptible(note_here()):
+                    self._start()
             assert self._loop is not None
             # The coroutine is made no earlier: a task that is cancelled while it waits for the lock
             # would leave it without anybody.

@@ -267,3 +267,28 @@ def test_what_a_worker_has_put_outlives_it(pool: ParallelPool) -> None:
 
     assert float(pool.parfeval(task).result(300)[-1]) == 7.0
     assert float(pool.store["checkpoint"][0]) == 7.0
+
+
+@pytest.mark.threads
+def test_a_task_that_is_cancelled_at_the_first_use_leaves_no_second_thread(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, is_cancelled = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def start_slowly(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "raypool-exchange" and not has_begun.is_set():
+            has_begun.set()
+            is_cancelled.wait(300)
+
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    with make_pool(1) as pool:
+        future = pool.parfeval(lambda: current_task().store.put("key", 1))
+        assert has_begun.wait(300)
+        future.cancel()
+        pool._engine.driver.barrier()  # its worker knows
+        is_cancelled.set()
+        pool.parfeval(lambda: current_task().store.put("key", 2)).result(300)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("raypool-exchange") == 1
