@@ -59,6 +59,11 @@ NAMES = {
         "ray._private.utils",
         "Imports what the dashboard's agent needs; sets the number of threads of a worker.",
     ),
+    "auto_init_hook": PrivateName(
+        "ray._private.auto_init_hook",
+        "Its `enable_auto_connect` says whether a call starts a Ray where none is: public, but only"
+        " for the whole process, and read as Ray is imported.",
+    ),
     "Config": PrivateName("ray._raylet", "Reads Ray's settings from the environment again."),
     "AuthenticationTokenLoader": PrivateName("ray._raylet", "Reads the token again."),
     "get_accelerator_manager_for_resource": PrivateName(

@@ -510,6 +510,58 @@ def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     """)
 
 
+def test_calls_that_are_overtaken_by_the_end_of_ray_start_no_other_ray(run_python: Any) -> None:
+    """A call of the pool's, made when Ray was still there, reaches Ray when it has ended."""
+    run_python("""
+    import itertools, threading, time
+    from raypool import parpool
+    import ray
+    from ray.actor import ActorMethod
+
+    def talk():
+        for number in itertools.count():
+            print(number, flush=True)
+            time.sleep(0.05)
+
+    pool = parpool(2, quiet=True)
+    talking = pool.submit(talk)
+    pool.submit(abs, -1).result(300)
+    call, late, ended = ActorMethod._remote, {}, threading.Event()
+
+    def call_late(self, *args, **kwargs):
+        event = late.get(threading.current_thread().name)
+        if event is not None:
+            event.set()
+            assert ended.wait(300)
+        return call(self, *args, **kwargs)
+
+    late.update({"raypool-driver": threading.Event(), "raypool-agents": threading.Event()})
+    ActorMethod._remote = call_late
+    sent = pool.submit(abs, -1)
+    for event in late.values():
+        assert event.wait(300)
+
+    class SlowlyEnding:
+        def __init__(self, core):
+            self.core = core
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def shutdown_driver(self):
+            self.core.shutdown_driver()
+            ended.set()
+            for future in (talking, sent):
+                assert "Ray was shut down" in str(future.exception(timeout=300))
+
+    worker = ray._private.worker.global_worker
+    worker.core_worker = SlowlyEnding(worker.core_worker)
+    ray.shutdown()
+    pool.delete()
+    assert not ray.is_initialized()
+    """)
+
+
 def test_under_uv_run_tasks_write_into_the_folder_of_the_script(
     run_python: Any, tmp_path: Path
 ) -> None:

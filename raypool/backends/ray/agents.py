@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 import ray
 
 from raypool.backends.ray import client, fork_server, mps
-from raypool.backends.ray.calls import answer_to, answered, aside, later, on_node, when_done
+from raypool.backends.ray.calls import (
+    answer_to,
+    answered,
+    aside,
+    later,
+    on_node,
+    unless_ended,
+    when_done,
+)
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent
 from raypool.backends.ray.nodes import LOOK_S
@@ -141,10 +149,10 @@ class Agents:
     def _work(self) -> None:
         while (chore := self._chores.get()) is not None:
             try:
-                chore()
+                with unless_ended(self._is_up):
+                    chore()
             except Exception:  # the other chores are not to suffer
-                if self._is_up():
-                    logger.exception("This is a bug in raypool; the pool continues.")
+                logger.exception("This is a bug in raypool; the pool continues.")
 
     def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
         when_done(ref, lambda answer: self._chores.put(functools.partial(take, answer)))
@@ -414,19 +422,24 @@ class Agents:
             elif isinstance(is_stuck, BaseException) and wish is Signal.CANCEL:
                 self._later_by(NODE_NEWS_S, on_stuck)
 
-        told = agent.signal.remote(
-            watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s
-        )
-        self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)
+        with unless_ended(self._is_up):
+            told = agent.signal.remote(
+                watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s
+            )
+            self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
         """Kill the rest of a worker, children too; then `then` is called, in some thread."""
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
-        if not self._is_up():
-            self._outlived.append(watched)
-            then()
-            return
+        if self._is_up():
+            with unless_ended(self._is_up):
+                self._end(worker_id, agent, watched, actor, then)
+                return
+        self._outlived.append(watched)
+        then()
+
+    def _end(self, worker_id: int, agent: Any, watched: Any, actor: Any, then: Chore) -> None:
         # one has the exchange, which may wait for this worker
         for other in list(self._agents.values()):
             other.exchange.remote("forget", worker_id)

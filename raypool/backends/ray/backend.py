@@ -24,7 +24,14 @@ import ray
 from raypool.backends.base import Post
 from raypool.backends.ray import client, packing
 from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
-from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text, when_done
+from raypool.backends.ray.calls import (
+    UNRECORDED,
+    aside,
+    loss_reason,
+    loss_text,
+    unless_ended,
+    when_done,
+)
 from raypool.backends.ray.card_sharing import SharedGpus
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.client import is_outside, note_deaths
@@ -217,9 +224,13 @@ class RayBackend:
 
         def give_back() -> None:
             if left is not None and self._is_up():
-                aside(functools.partial(self._placement.give_back, left))
+                aside(functools.partial(self._give_back, left))
 
         self._retire(slot, give_back)
+
+    def _give_back(self, claim: Claim) -> None:
+        with unless_ended(self._is_up):
+            self._placement.give_back(claim)
 
     def lend(self, places: Sequence[int]) -> None:
         """Give the claims of a loan's workers back, and wait until others can have them."""
@@ -281,9 +292,10 @@ class RayBackend:
             self._agents.end(worker_id, actor, finish)
 
         if is_free:
-            self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardown), end)
-        else:
-            end()
+            with unless_ended(self._is_up):
+                self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardown), end)
+                return
+        end()
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -291,9 +303,14 @@ class RayBackend:
         """Start an actor in a place; it introduces itself, and then calls the setups."""
         slot = self._slots[place]
         self._retire(slot)
-        if not self._is_up():  # asking Ray anything would start a new one
-            self._post(WorkerLost(worker_id, LossReason.START), self._ending)
-            return
+        if self._is_up():
+            with unless_ended(self._is_up):
+                self._start_actor(worker_id, slot, setups)
+                return
+        self._by_worker.pop(worker_id, None)
+        self._post(WorkerLost(worker_id, LossReason.START), self._ending)
+
+    def _start_actor(self, worker_id: int, slot: Slot, setups: Sequence[Function]) -> None:
         demand = slot.claim.demand
         options: dict[str, Any] = {
             "num_cpus": demand.worker_cpus,
@@ -308,11 +325,15 @@ class RayBackend:
             options["runtime_env"] = {"env_vars": env}
         slot.take_in(worker_id)
         if self._cards is not None:
-            sharing = self._cards.moved_in(place, slot.claim)
+            sharing = self._cards.moved_in(slot.place, slot.claim)
         else:
             sharing = Sharing(demand.workers_per_claim) if demand.workers_per_claim > 1 else None
         slot.actor = self._actor_class.options(**options).remote(
-            place, worker_id, self._profile.inventory, sharing, self._profile.max_leftover_bytes
+            slot.place,
+            worker_id,
+            self._profile.inventory,
+            sharing,
+            self._profile.max_leftover_bytes,
         )
         slot.run = slot.actor.run.remote
         self._by_worker[worker_id] = slot
@@ -457,15 +478,13 @@ class RayBackend:
             # the driver does not know it yet if it sends this behind the call that said so
             is_known = slot.is_spent and behind is None
             call = pack_call(attempt_id, parts, news, is_known, behind)
-            status, values = (
-                slot.run(call.header, call.refs) if call.refs else slot.run(call.header)
-            )
+            with unless_ended(self._is_up):  # `_watch` will tell of the loss
+                status, values = (
+                    slot.run(call.header, call.refs) if call.refs else slot.run(call.header)
+                )
+                take = functools.partial(self._on_status, worker_id, slot.place, attempt_id, values)
+                self._answered(worker_id, status, take)
         self._traffic.add(slot.place, len(call.header), 0)
-        self._answered(
-            worker_id,
-            status,
-            functools.partial(self._on_status, worker_id, slot.place, attempt_id, values),
-        )
 
     def _news(self, slot: Slot, functions: Sequence[Function]) -> Snapshot | None:
         """Return the newest snapshot of functions, if the worker does not have it yet."""

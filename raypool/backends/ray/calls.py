@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -32,6 +33,16 @@ def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
     """
     # `_ref` keeps the reference alive: without it Ray would forget the object and never call back
     ref._on_completed(lambda answer, _ref=ref: callback(answer))
+
+
+@contextlib.contextmanager
+def unless_ended(is_up: Callable[[], bool]) -> Iterator[None]:
+    """Suppress the error of a call to a Ray that has ended since somebody looked."""
+    try:
+        yield
+    except Exception:
+        if is_up():
+            raise
 
 
 def aside(chore: Callable[[], object]) -> None:

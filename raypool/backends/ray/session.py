@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from raypool import ray_private
 from raypool.backends.ray import dashboard_agent, fork_client, fork_server
+from raypool.channel.exchange import POOL_ENDED
 from raypool.cluster import connect
 from raypool.cluster.connect import make_token, token_path
-from raypool.errors import StartupError
+from raypool.errors import PoolClosedError, StartupError
 from raypool.gpus.devices import CUDA, Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import NVIDIAS, import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
@@ -129,6 +130,11 @@ that are left after four seconds are killed.
 Most end by themselves, but Ray's agents first try for minutes to reach the control store.
 """
 
+CALLERS = frozenset(
+    f"raypool-{name}" for name in ("driver", "agents", "watch", "nodes", "grow", "aside", "close")
+)
+"""Names of the threads of a pool's own that call Ray; none of them runs a user's code."""
+
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 
 ENVIRONMENT = {
@@ -214,6 +220,7 @@ def join_ray(
             import_ray()
             import ray
 
+            _start_for_users_only()
             if ray.is_initialized():
                 _check_joined(profile)
             else:
@@ -227,6 +234,30 @@ def join_ray(
         _users += 1
         undo.pop_all()
     return profile
+
+
+class _ForUsers:
+    """Whether Ray starts if it is called where none is: as the user wants, but not by raypool.
+
+    A thread of a pool's looks first whether its Ray is there, but that may end between the look
+    and the call, which would start another one. Ray looks at this before each call.
+    """
+
+    def __init__(self, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+
+    def __bool__(self) -> bool:
+        if threading.current_thread().name not in CALLERS:
+            return self._is_wanted
+        if not _is_initialized():  # a call would end this process
+            raise PoolClosedError(POOL_ENDED)
+        return False
+
+
+def _start_for_users_only() -> None:
+    hook = ray_private.auto_init_hook
+    if not isinstance(hook.enable_auto_connect, _ForUsers):
+        hook.enable_auto_connect = _ForUsers(hook.enable_auto_connect)
 
 
 def _release_allocation() -> None:
