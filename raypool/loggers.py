@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raypool.channel.feed import MAX_EXACT, Row, column_name, fields_of
 from raypool.channel.records import Missing
-from raypool.errors import InvalidTypeError, check_installed, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    check_installed,
+    did_you_mean,
+    whole_number,
+)
 from raypool.views.words import describe_error, number_in
 
 if TYPE_CHECKING:
@@ -344,6 +350,13 @@ class OptunaLogger(SweepLogger):
             frozen.datetime_start = datetime.fromtimestamp(started_at)
             frozen.datetime_complete = datetime.fromtimestamp(outcome.ended_at)
             trials.append(frozen)
+        finished = [outcome for *_, outcome in self._trials if outcome.status == "finished"]
+        if finished and all(trial.state is TrialState.FAIL for trial in trials):
+            names = {name.removeprefix("result/") for each in finished for name in each.values}
+            raise InvalidValueError(
+                f"No item has reported or returned {self._metric!r}, the score of the trials."
+                + did_you_mean(self._metric, sorted(names))
+            )
         study = optuna.create_study(
             storage=self._opened, study_name=self._name, direction=direction
         )

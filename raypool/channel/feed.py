@@ -339,7 +339,7 @@ class Feed:
     def newest(self) -> Feed:
         """Return a feed with one report of each item: the last value of each metric, also NaN."""
         rows: dict[int, Row] = {}
-        for time, item, attempt, metrics in sorted(self.rows(), key=lambda row: row[1:3]):
+        for time, item, attempt, metrics in in_order(self.rows()):
             values = rows[item][3] if item in rows else {}
             values |= {name: value for name, value in metrics.items() if value is not None}
             rows[item] = (time, item, attempt, values)
@@ -365,7 +365,7 @@ class Feed:
 
         rows = self.rows()
         if column is not None:
-            rows.sort(key=lambda row: row[1:3])
+            rows = in_order(rows)
         times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())
         seconds = pd.to_datetime(np.array(times, float), unit="s", utc=True).as_unit("ns")
         numbers = {} if column is None else {column: np.array(items, int)}
@@ -554,6 +554,29 @@ def with_gaps(cells: list[Any]) -> Any:
     return pd.array(cells, dtype=object)
 
 
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return reports by item and attempt, as they came.
+
+    The next part of a trial, and the next call with a run's folder, count attempts from 1 again:
+    what they report is later than all of the attempts before, whose number it gets.
+
+    Example:
+        >>> rows = [(1.0, 0, 1, {}), (3.0, 0, 2, {}), (2.0, 0, 1, {}), (4.0, 0, 1, {})]
+        >>> [row[:3] for row in in_order(rows)]
+        [(1.0, 0, 1), (2.0, 0, 1), (3.0, 0, 2), (4.0, 0, 2)]
+    """
+    newest: dict[int, tuple[int, float]] = {}
+    found = []
+    for time, item, attempt, metrics in rows:
+        most, last = newest.get(item, (attempt, time))
+        at = max(attempt, most) if time > last else attempt
+        if at >= most:
+            newest[item] = at, max(time, last)
+        found.append((time, item, at, metrics))
+    found.sort(key=lambda row: row[1:3])
+    return found
+
+
 def as_html(title: str, frame: pd.DataFrame) -> str:
     """Return a table for a notebook, with a title; what has failed or is lost is red.
 
@@ -565,10 +588,25 @@ def as_html(title: str, frame: pd.DataFrame) -> str:
     import html
 
     is_named = any(name is not None for name in frame.index.names)
+    frame = frame.apply(lambda cells: cells if cells.dtype != object else _readable(cells))
     rows = frame.to_html(border=0, na_rep="-", float_format="{:.4g}".format, index=is_named)
     for state in ("failed", "lost"):  # cells are escaped, so nothing else looks like this
         rows = rows.replace(f"<td>{state}</td>", f'<td style="color: #c62828">{state}</td>')
     return f"<p>{html.escape(title)}</p>\n{rows}"
+
+
+def _readable(cells: pd.Series[Any]) -> pd.Series[Any]:
+    """Replace the values of which pandas can make no text."""
+    import pandas as pd
+
+    texts = []
+    for value in cells:
+        try:
+            str(value)
+            texts.append(value)
+        except Exception:  # the user's own class, or an integer of more than 4,300 digits
+            texts.append(f"a {type(value).__name__}")
+    return pd.Series(texts, cells.index, dtype=object)
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:

@@ -75,11 +75,14 @@ def _from_csv(text: str, name: str) -> list[Config]:
         index_col=False,
         skipinitialspace=True,
         keep_default_na=False,
-        na_values=[""],
+        na_values=["", "nan", "NaN"],  # else one of them would make a column of numbers text
         dtype_backend="numpy_nullable",
     )
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return [{str(key): value for key, value in row.items()} for row in rows]
+    # pandas leaves "" among integers that are too large for its types
+    return [
+        {str(key): None if value == "" else value for key, value in row.items()} for row in rows
+    ]
 
 
 def _check_table(text: str, name: str) -> list[str]:

@@ -142,7 +142,7 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
     for finding in examine(inventory):
         findings.append(finding)
         if not is_json:
-            click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
+            echo(f"{finding.state:8}", color=COLORS[finding.state], nl=False)
             echo(
                 f" {finding.check:14} {finding.fact}"
                 + (f"\n{'':23} {finding.advice}" if finding.advice else "")
@@ -182,10 +182,11 @@ def _shown(again: Replay, debug: bool) -> int:
     import pdb
 
     from raypool.journal.trials import trials_in
+    from raypool.views.tables import whole_text
 
     echo(
         f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}:"
-        f" {again.item!r}",
+        f" {whole_text(again.item)}",
         err=True,
     )
     call = pdb.Pdb().runcall if debug else lambda fn, item: fn(item)
@@ -206,5 +207,5 @@ def _shown(again: Replay, debug: bool) -> int:
         if debug:
             pdb.post_mortem(error.__traceback__)
         return 1
-    echo(repr(value))
+    echo(whole_text(value))
     return 0

@@ -78,11 +78,14 @@ class _Pipe(io.FileIO):
             return super().write(data)
 
 
-def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
+def echo(text: str, *, err: bool = False, color: str | None = None, nl: bool = True) -> None:
     """Print a text. All output of commands goes through here or `write_out`, except that of other
     programs.
     """
-    click.echo(click.style(printable(text), fg=color), err=err)
+    text = printable(text)
+    if color is not None and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        text = click.style(text, fg=color)
+    click.echo(text, err=err, nl=nl)
 
 
 def write_out(data: str) -> None:
@@ -95,7 +98,12 @@ def write_out(data: str) -> None:
 
 @contextlib.contextmanager
 def readers_may_go() -> Iterator[None]:
-    """Let a command outlive the readers of its standard output and standard error."""
+    """Let a command outlive the readers of its standard output and standard error, and characters
+    that they lack.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     with (
         contextlib.redirect_stdout(_outlet(sys.stdout)),
         contextlib.redirect_stderr(_outlet(sys.stderr)),

@@ -47,6 +47,7 @@ from raypool.journal.opening import cannot_write
 from raypool.journal.provenance import record
 from raypool.journal.reading import calls_in, report_in, saved_items
 from raypool.journal.rows import PARTS, Outcome, Stored, row_of
+from raypool.views.words import short_repr
 from raypool.worker.running import PLAIN
 
 MOST_CHANGES = 3
@@ -437,7 +438,7 @@ def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
     found: dict[str, dict[str, None]] = {}
     for item in items:
         for name, value in (fields_of(item) or {}).items():
-            found.setdefault(column_name(name), {})[repr(value)] = None
+            found.setdefault(column_name(name), {})[short_repr(value)] = None
     return found
 
 

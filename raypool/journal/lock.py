@@ -25,6 +25,9 @@ from raypool.errors import JournalError
 
 TRAINING_LOCK = ".training.lock"
 
+CLOCK_S = 60.0
+"""By how much this machine's clock may have been set since a process began [s]."""
+
 logger = logging.getLogger("raypool")
 
 
@@ -135,9 +138,12 @@ def is_running(folder: Path, name: str = "journal.lock") -> bool:
     """Whether the process that a folder's lock names still uses it, as far as can be seen here."""
     try:
         note = json.loads((folder / name).read_bytes())
-        # of another machine's process nothing is known
-        return note["host"] != socket.gethostname() or is_alive(int(note["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        if note["host"] != socket.gethostname():
+            return True  # of another machine's process nothing is known
+        pid, since = int(note["pid"]), datetime.fromisoformat(note["since"]).timestamp()
+        # one that began later has its number, such as after the restart of a container
+        return is_alive(pid) and psutil.Process(pid).create_time() <= since + CLOCK_S
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return False
 
 

@@ -359,6 +359,8 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
         for table, rows in contents.items():
             insert(connection, table, rows)
         connection.execute("COMMIT")
+        # its log is not renamed with it; on a full disk this raises, where closing would not
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     kept = _keep(folder, rest)
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)

@@ -151,7 +151,7 @@ def results_of(
     return Results(
         [None if type(item) is Damaged else item for item in items],
         [None if type(value) is Damaged else value for value in values],
-        functools.partial(_rows, folder, contents, entries, values),
+        functools.partial(_rows, entries, values),
         {
             index: error_of(entry.stored, folder)
             for index, entry in enumerate(entries)
@@ -168,10 +168,8 @@ def results_of(
     )
 
 
-def _rows(
-    folder: Path, contents: Contents, entries: Sequence[ItemRecord], values: Sequence[Any]
-) -> list[Row]:
-    rows = [
+def _rows(entries: Sequence[ItemRecord], values: Sequence[Any]) -> list[Row]:
+    return [
         (
             row_of(entry.stored)
             if entry.stored is not None and type(value) is not Damaged
@@ -179,16 +177,6 @@ def _rows(
         )
         for entry, value in zip(entries, values, strict=True)
     ]
-    if (folder / STUDY).exists():  # a trial may have run in several parts
-        parts: dict[str, list[Stored]] = {}
-        for part in map(Stored._make, contents["attempts"]):
-            if part.status == "finished":
-                parts.setdefault(part.key, []).append(part)
-        for entry, row in zip(entries, rows, strict=True):
-            if row.status == "finished":
-                row.duration_s = sum(part.duration_s or 0.0 for part in parts[entry.key])
-                row.started_at = parts[entry.key][0].started_at
-    return rows
 
 
 def calls_in(folder: Path) -> list[dict[str, Any]]:
@@ -297,7 +285,12 @@ class RunSummary(NamedTuple):
 
 def runs_below(folder: Path) -> Iterator[Path]:
     """Find the folders of runs: this one, or those below it that are in no other run."""
-    for place, folders, files in os.walk(folder):
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:  # two links, or one to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
         if not {DATABASE, SALVAGED, REPORTS}.isdisjoint(files):
             folders.clear()  # the folders of its items
             yield Path(place)
@@ -339,7 +332,9 @@ def summary_of(folder: Path) -> RunSummary:
 
 def is_training(folder: Path) -> bool:
     """Whether the run in a folder is a training, by `train` or `fit`."""
-    return (folder / REPORTS).exists() and not (folder / DATABASE).exists()
+    with contextlib.suppress(OSError):  # a folder that may not be looked into
+        return (folder / REPORTS).exists() and not (folder / DATABASE).exists()
+    return False
 
 
 def reports_in(folder: Path) -> tuple[str, list[Report]]:
@@ -365,7 +360,8 @@ def reports_of(folder: Path) -> pd.DataFrame:
     feed = Feed()
     for row in reports_in(folder)[1]:
         feed.add_row(row)
-    return feed.metrics(None).reset_index(names="report")
+    reports = feed.metrics(None).rename(columns={"report": "reported_report"})
+    return reports.reset_index(names="report")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -385,27 +381,13 @@ def read_contents(folder: Path, say: Say = logger.warning) -> Contents:
     Raises:
         JournalError: There is no journal, or it cannot be read.
     """
-    rows = rows_of_parts(folder)  # first: they may be moved into the journal meanwhile
-    # before it is read: a running writer notes outcomes after it has written them
-    noted = noted_outcomes(folder)
-    path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
-    if not path.exists() or not (path.stat().st_size or log_of(path)):
-        if noted or (folder / "items").exists():
-            raise JournalError(
-                f"0 results could be read: {path} is missing or empty, but there was a run in this"
-                " folder. If it is a copy, copy the journal too; otherwise call parfor with this"
-                " run_dir again, which runs all items.",
-                run_dir=str(folder),
-            )
-        if folder.exists():
-            why, runs = f"it has no {DATABASE}, or an empty one.", _runs_in(folder)
-            hint = (
-                f" The runs below it are: {', '.join(runs)}." if 0 < len(runs) <= MAX_NAMES else ""
-            )
-        else:
-            why, hint = "it does not exist.", did_you_mean(folder.name, _runs_in(folder.parent))
-        raise JournalError(f"There is no run in {folder}: {why}{hint}", run_dir=str(folder))
     try:
+        rows = rows_of_parts(folder)  # first: they may be moved into the journal meanwhile
+        # before it is read: a running writer notes outcomes after it has written them
+        noted = noted_outcomes(folder)
+        path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
+        if not path.exists() or not (path.stat().st_size or log_of(path)):
+            raise _no_run(folder, path, noted)
         contents = _read(path, say)
         if lost := lost_with_log(folder, noted, contents):
             say("%s", lost)
@@ -416,6 +398,23 @@ def read_contents(folder: Path, say: Say = logger.warning) -> Contents:
         raise JournalError(
             f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)
         ) from error
+
+
+def _no_run(folder: Path, path: Path, noted: int) -> JournalError:
+    """Return the error of a folder without a journal."""
+    if noted or (folder / "items").exists():
+        return JournalError(
+            f"0 results could be read: {path} is missing or empty, but there was a run in this"
+            " folder. If it is a copy, copy the journal too; otherwise call parfor with this"
+            " run_dir again, which runs all items.",
+            run_dir=str(folder),
+        )
+    if folder.exists():
+        why, runs = f"it has no {DATABASE}, or an empty one.", _runs_in(folder)
+        hint = f" The runs below it are: {', '.join(runs)}." if 0 < len(runs) <= MAX_NAMES else ""
+    else:
+        why, hint = "it does not exist.", did_you_mean(folder.name, _runs_in(folder.parent))
+    return JournalError(f"There is no run in {folder}: {why}{hint}", run_dir=str(folder))
 
 
 def _runs_in(folder: Path) -> list[str]:
@@ -705,14 +704,7 @@ def _reports_of(
         lines.pop()  # the end of the last line may follow
     lines = [line for line in lines if line]
     found = [report for line in lines if (report := report_in(line, index)) is not None]
-    reports: list[Report] = []
-    newest = least = most = 0  # each run counts attempts from 1, and tables are sorted by them
-    for run, (time_s, _, attempt, metrics) in found:
-        if runs is None or run in runs:
-            if run != newest:
-                newest, least = run, most
-            most = max(most, attempt)
-            reports.append((time_s, index, max(attempt, least), metrics))
+    reports = [report for run, report in found if runs is None or run in runs]
     return reports, len(lines) - len(found)
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypool.channel.feed import column_name, fields_of
+from raypool.journal.plain import MAX_BITS
 from raypool.profiles import PINNING
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
@@ -100,9 +101,11 @@ def _plain(value: Any, parents: tuple[int, ...] = ()) -> Any:
     if is_missing(value) or (isinstance(value, float) and math.isinf(value)):
         return None
     if isinstance(value, (str, int, float, bool)):
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            value = hex(value)  # Python writes no decimal of more than 4,300 digits
         return value
     if id(value) in parents:  # it contains itself
-        return _whole_text(value)
+        return whole_text(value)
     parents = (*parents, id(value))
     if (fields := fields_of(value)) is not None:
         return {str(key): _plain(entry, parents) for key, entry in fields.items()}
@@ -111,10 +114,11 @@ def _plain(value: Any, parents: tuple[int, ...] = ()) -> Any:
             value = sorted(value)
     if isinstance(value, (list, tuple)):
         return [_plain(entry, parents) for entry in value]
-    return _whole_text(value)
+    return whole_text(value)
 
 
-def _whole_text(value: Any) -> str:
+def whole_text(value: Any) -> str:
+    """Return all of a value that is no plain data, as text."""
     if isinstance(value, datetime):  # pandas' times are that, too
         return value.isoformat()
     if isinstance(value, os.PathLike):

@@ -100,7 +100,7 @@ def describe_item(item: Any) -> str:
     if isinstance(item, dict) and all(isinstance(key, str) for key in item):
         text = ", ".join(f"{key}={_number(value, 6)}" for key, value in item.items())
     else:
-        text = _repr(item) if number_in(item) is item else _number(item, 6)
+        text = short_repr(item) if number_in(item) is item else _number(item, 6)
     return one_line(text[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
 
 
@@ -152,11 +152,12 @@ def _number(value: Any, digits: int) -> str:
 
 def _value(value: Any) -> str:
     is_plain = isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable()
-    return value if is_plain else _repr(value)
+    return value if is_plain else short_repr(value)
 
 
-def _repr(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """Return a value as in code, in one line; long ones are shortened."""
     try:
         return one_line(_short.repr(value))
-    except ValueError:  # an integer of more than 4,300 digits
+    except Exception:  # an integer of more than 4,300 digits, or the user's own class
         return f"a {type(value).__name__}"

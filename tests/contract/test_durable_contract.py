@@ -391,6 +391,9 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
     said = "rate is new, lr is missing, width has new values (such as '8'; saved: 8). If this is"
     assert said in caplog.text
     assert len(caplog.records) == 1
+    pool.parfor(len, [{"n": 10**5000}], run_dir=folder / "long")
+    pool.parfor(len, [{"n": 1}], run_dir=folder / "long")
+    assert "n has new values (such as 1; saved: a int)" in caplog.text
 
 
 @pytest.mark.everywhere

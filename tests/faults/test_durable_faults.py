@@ -498,3 +498,28 @@ def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection:
         rows = connection.execute("SELECT attempt, status FROM attempts ORDER BY n").fetchall()
     assert sorted(rows) == [(1, "finished"), (1, "finished"), (1, "lost"), (2, "finished")]
+
+
+def test_a_damaged_journal_stays_if_there_is_no_room_for_the_repaired_one(
+    pool: ParallelPool, small_disk: Path
+) -> None:
+    run = small_disk / "run"
+    pool.parfor(str, range(800), run_dir=run)
+    journal = run / "journal.sqlite"
+    data = bytearray(journal.read_bytes())
+    data[40_000:4800] = bytes(2_000)
+    journal.write_bytes(data)
+    filler = fill(small_disk)
+    num_refused = 0
+    for size in range(filler.stat().st_size, 0, -32_768):  # at last, there is room
+        os.truncate(filler, size)
+        try:
+            results = pool.parfor(str, range(800), run_dir=run)
+            break
+        except JournalError as error:
+            assert "Free some space" in str(error)  # noqa: PT017
+            num_refused += 1
+            assert journal.stat().st_size == len(data)
+    assert num_refused
+    assert list(results) == list(map(str, range(800)))
+    assert sum(results.to_frame()["status"] == "finished") == 800

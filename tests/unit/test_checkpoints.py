@@ -374,3 +374,5 @@ def test_a_name_that_is_taken_gets_the_number(tmp_path: Path) -> None:
     assert free_name(tmp_path, "best", 1) == "best"
     (tmp_path / "best").mkdir()
     assert free_name(tmp_path, "best", 2) == "best-000002"
+    (tmp_path / "last.json").write_text('{"accuracy": 0.9}')
+    assert free_name(tmp_path, "last", 3) == "last-000003", "the file is the user's"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -117,7 +120,8 @@ def loop(config: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "weights").touch()
             checkpoint = ray.train.Checkpoint.from_directory(folder) if epoch % 2 else None
-            ray.train.report({"epoch": epoch, "loss": 0.5**epoch}, checkpoint=checkpoint)
+            metrics = {"epoch": epoch, "loss": 0.5**epoch, "report": "text"}
+            ray.train.report(metrics, checkpoint=checkpoint)
 
 
 def test_a_training_is_listed_with_its_last_metrics_and_shown_up_to_its_last_checkpoint(
@@ -134,11 +138,65 @@ def test_a_training_is_listed_with_its_last_metrics_and_shown_up_to_its_last_che
     (line,) = rows("ls", str(tmp_path))[1:]
     assert line[:5] == ["net", "loop", "training", "epoch=3,", "loss=0.125"]
     (listed,) = json.loads(raypool("ls", str(tmp_path), "--json").stdout)
-    assert (listed["items"], listed["last"]) == (4, {"epoch": 3, "loss": 0.125})
+    last = {"epoch": 3, "loss": 0.125, "report": "text"}
+    assert (listed["items"], listed["last"]) == (4, last)
     heading, *reports = rows("show", str(tmp_path / "net"))
-    assert heading == ["report", "epoch", "loss"]
+    assert heading == ["report", "epoch", "loss", "reported_report"]
     assert [report[1] for report in reports] == ["0", "1", "2", "3"]
     assert "is a training" in raypool("show", str(tmp_path / "net"), "--failed").stderr
+
+
+class Shy:
+    """Its `repr` fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def test_values_that_have_no_text_are_told_by_their_class(tmp_path: Path) -> None:
+    """Python writes no integer of more than 4,300 digits."""
+    run = str(tmp_path / "run")
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(answer_oddly, [{"x": Shy()}, {"x": 10**5000}], run_dir=run)
+    for words in (["--json"], ["--csv", "-"], []):
+        done = raypool("show", run, *words)
+        assert (done.exit_code, "Shy" in done.stdout) == (0, True), done.output
+    shown = json.loads(raypool("show", run, "--json").stdout)
+    assert shown[1]["x"] == hex(10**5000)
+    for item in "01":
+        again = raypool("replay", run, item)
+        assert (again.exit_code, again.stdout) == (0, "a Shy\n"), again.output
+
+
+def answer_oddly(config: dict[str, Any]) -> Shy:
+    return Shy()
+
+
+def test_output_suits_a_terminal_without_colors_and_an_encoding_without_the_characters(
+    saved: Path, tmp_path: Path
+) -> None:
+    for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {}):
+        done = CliRunner().invoke(main, ["doctor"], color=True, env=env)
+        assert ("\x1b" in done.stdout) == (env == {})
+    listed = CliRunner().invoke(main, ["ls", "--json"], color=True)
+    assert json.loads(listed.stdout)
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(len, ["\N{GREEK SMALL LETTER ALPHA}"], run_dir=tmp_path / "run")
+    command = [sys.executable, "-m", "raypool", "show", tmp_path / "run"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "\\u03b1" in shown.stdout
+
+
+def test_runs_are_found_behind_links_once(tmp_path: Path) -> None:
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(abs, [1], run_dir=tmp_path / "scratch" / "big")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "up").symlink_to(tmp_path / "runs")
+    for name in ("big", "same"):
+        (runs / name).symlink_to(tmp_path / "scratch" / "big")
+    assert len(rows("ls", str(runs))) == 2
 
 
 def test_what_is_no_run_is_said(

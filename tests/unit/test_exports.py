@@ -465,7 +465,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     assert "2: " in (unknown := export(*words))
     assert "'value' does not say whether small or large numbers are good" in unknown
     words += ["--mode", "max"]
-    assert export(*words).startswith("0: ")
+    unknown = export(*words[:-3], "valeu", *words[-2:])
+    assert "No item has reported or returned 'valeu'" in unknown
+    assert "Did you mean value?" in unknown
+    assert export(*words).startswith("0: "), "no study is in the way"
     again = export(*words)
     assert again.startswith("1: ")
     assert "--to optuna: Another study" in again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import socket
 import pytest
 
 from raypool.errors import JournalError
-from raypool.journal.lock import RunLock, is_in_use
+from raypool.journal.lock import RunLock, is_in_use, is_running
 
 TAKE = """
 import sys, time, pathlib
@@ -92,6 +93,16 @@ def test_what_stands_in_the_file_harms_nobody(tmp_path):
     (tmp_path / "journal.lock").write_bytes(b"[]")
     with pytest.raises(JournalError, match="in use by another process"):
         RunLock(tmp_path)
+    lock.release()
+
+
+def test_a_process_that_began_later_with_the_same_number_does_not_use_it(tmp_path):
+    lock = RunLock(tmp_path)
+    note = json.loads((tmp_path / "journal.lock").read_bytes())
+    assert is_running(tmp_path)
+    note["since"] = "2020-01-01 00:00:00+00:00"
+    (tmp_path / "journal.lock").write_text(json.dumps(note))
+    assert not is_running(tmp_path)
     lock.release()
 
 

@@ -52,6 +52,17 @@ def test_results_have_the_best_items_first_and_failures_in_red() -> None:
     assert rows[-1][-1] == "ValueError: <b> diverged"
 
 
+def test_values_that_have_no_text_are_told_by_their_class() -> None:
+    class Shy:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with parpool(profile="inline", quiet=True) as pool:
+        shown = pool.parfor(lambda x: x, [Shy(), 10**5000])._repr_html_()
+    assert "<td>a Shy</td>" in shown
+    assert "<td>a int</td>" in shown
+
+
 def test_results_without_a_metric_stay_in_order() -> None:
     with parpool(profile="inline", quiet=True) as pool:
         results = pool.parfor(str, 12)

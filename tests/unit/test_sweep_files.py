@@ -53,6 +53,11 @@ def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -
     assert type(configs[0]["width"]) is int
 
 
+def test_a_missing_number_makes_no_text_of_a_column(write: Write) -> None:
+    configs = read(write, "a.csv", f"lr,seed\n0.1,{2**64 - 1}\nnan,\n")
+    assert configs == [{"lr": 0.1, "seed": str(2**64 - 1)}, {"lr": None, "seed": None}]
+
+
 TABLES = [
     'lr, layers\n0.1, "64,32"\n\n0.2, "8"\n',
     '\N{BYTE ORDER MARK}lr,layers\r\n0.1,"64,32"\r\n0.2,8\r\n',

@@ -502,7 +502,8 @@ def test_folders_have_readable_names_of_their_own(
 
 
 CANNOT_WORK = [
-    ("run_dir", 7, InvalidTypeError, "not the path"),
+    ("run_dir", 7, InvalidTypeError, "not a path"),
+    ("run_dir", "", InvalidValueError, "is empty"),
     ("run_dir", "s3://bucket/run", InvalidValueError, "is a URL"),
     ("keep_checkpoints", 0, InvalidValueError, "must be at least 1, not 0"),
     ("keep_checkpoints", 1.5, InvalidTypeError, "must be an integer"),
