@@ -24,6 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Union
 
 from raypool.channel.feed import MetricsReport, report_of_row
@@ -44,12 +45,13 @@ from raypool.engine.loop import CallItems, LoopOptions, LoopWork, Lost, Segment,
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
+    JournalError,
     add_note,
     optional_count,
     whole_number,
 )
 from raypool.options import check_callable, check_name, takes
-from raypool.results import FrameRows, Results, Row, run_name
+from raypool.results import FrameRows, Miss, Results, Row, run_name
 from raypool.worker.running import PLAIN, in_task
 
 if TYPE_CHECKING:
@@ -150,6 +152,8 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     chunk_size = optional_count("chunk_size", chunk_size, least=1)
     seed = optional_count("seed", seed, least=0)
     check_saved(run_dir, rerun, watch)
+    if run_dir is not None:
+        check_no_search(run_dir)
     check_on_report(on_report)
     check_on_end(on_end)
     if loggers:
@@ -226,6 +230,19 @@ def check_saved(run_dir: Any, rerun: str, watch: bool) -> None:
         )
     if watch and run_dir is None:
         raise InvalidValueError("watch=True needs run_dir, the folder that the page shows.")
+
+
+def check_no_search(run_dir: Any) -> None:
+    """Make sure that a folder has no search, whose items are numbered as its trials."""
+    from raypool.journal.trials import STUDY  # imported late, as in `new_loop`
+
+    check_run_dir(run_dir)
+    folder = Path(run_dir).expanduser()
+    if (folder / STUDY).exists():
+        raise JournalError(
+            f"{folder} has a search, whose items are its trials. Use another run_dir.",
+            run_dir=str(folder),
+        )
 
 
 def new_loop(
@@ -721,6 +738,8 @@ class LoopRun:
         # Copies: after a Ctrl-C the driver may still add to them. It adds the error of an item
         # before its segment, so errors are copied last, or a failed item would count as finished.
         errors: dict[int, BaseException] = {}
+        segments: list[Segment] = []
+        lost: list[Lost] = []
         # made only when somebody looks: for short items the rows cost more than the items do
         if self._fold is not None:
             rows = self._fold.rows(errors)
@@ -736,7 +755,7 @@ class LoopRun:
             rows,
             errors,
             work.caught_up,
-            lambda: [*work.misses],
+            functools.partial(_misses, work, segments, lost, errors),
             work.diary,
             run_name(work.label, work.run_dir),
             functools.partial(list, self._gpus.samples)
@@ -856,28 +875,61 @@ def _rows(
 ) -> list[Row]:
     """Return a row for each item."""
     rows = [Row() for _ in work.items]
-    for index, entry in work.restored.copy().items():
-        rows[index] = dataclasses.replace(entry.row)
-    for piece, result, worker in segments:
-        # items of a call ran one after the other
-        starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
-        for position, index in enumerate(work.numbers(piece), piece.start - result.start):
-            row = rows[index]
-            row.status = "failed" if index in errors else "finished"
-            duration_s, started_at = result.durations_s[position], starts[position]
-            if work.may_run_again is not None:  # a trial of a search may run in several parts
-                duration_s += row.duration_s or 0.0
-                started_at = row.started_at or started_at
-            row.duration_s, row.started_at = duration_s, started_at
-            row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
-            row.peak_memory_bytes = result.peak_memory_bytes
-            row.host, row.run = worker.host, work.run
+    for index, row in _rows_of(work, segments):
+        rows[index] = dataclasses.replace(row, status="failed" if index in errors else row.status)
     for piece, error, span in lost:
         where = {} if span is None else span._asdict()
         for index in work.numbers(piece):
             if errors.get(index) is error:  # else it has run again
                 rows[index] = Row("failed", attempts=piece.attempt, run=work.run, **where)
     return rows
+
+
+def _rows_of(work: LoopWork, segments: list[Segment]) -> Iterator[tuple[int, Row]]:
+    """Yield a row for each outcome of an item, in the order of their arrival."""
+    for index, entry in work.restored.copy().items():
+        yield index, entry.row
+    for piece, result, worker in segments:
+        # items of a call ran one after the other
+        starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
+        for position, index in enumerate(work.numbers(piece), piece.start - result.start):
+            yield (
+                index,
+                Row(
+                    "finished",
+                    result.durations_s[position],
+                    starts[position],
+                    worker.index,
+                    worker.gpu,
+                    piece.attempt,
+                    result.peak_memory_bytes,
+                    worker.host,
+                    work.run,
+                ),
+            )
+
+
+def _misses(
+    work: LoopWork,
+    segments: list[Segment],
+    lost: list[Lost],
+    errors: Mapping[int, BaseException],
+) -> list[Miss]:
+    """Return the attempts that gave no outcome, and the parts of trials before the last."""
+    misses = [*work.misses]
+    if work.may_run_again is not None:  # a search
+        newest: dict[int, Row] = {}
+        for index, row in _rows_of(work, segments):
+            if index in newest:
+                misses.append(Miss(index, newest[index]))
+            newest[index] = row
+        for piece, error, _ in lost:  # the last part was lost
+            misses += [
+                Miss(index, newest[index])
+                for index in work.numbers(piece)
+                if index in newest and errors.get(index) is error
+            ]
+    return misses
 
 
 def attach(error: BaseException, results: Results[Any]) -> None:

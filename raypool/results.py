@@ -19,7 +19,15 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from raypool.channel.feed import Feed, as_html, column_name, fields_of, table, with_gaps
+from raypool.channel.feed import (
+    Feed,
+    as_html,
+    column_name,
+    fields_of,
+    in_order,
+    table,
+    with_gaps,
+)
 from raypool.errors import (
     CANCELLED,
     InvalidTypeError,
@@ -338,10 +346,11 @@ class Results(Sequence[T_co]):
 
         taken, trials = self._own_columns, self._trials
         configs = self._configs()
-        finished = [row.status == "finished" for row in self._rows]
+        rows = self._rows if trials is None else self._whole_rows()
+        finished = [row.status == "finished" for row in rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
         run: dict[str, Any] = {
-            name: list(map(operator.attrgetter(name), self._rows)) for name in RUN_COLUMNS[:-2]
+            name: list(map(operator.attrgetter(name), rows)) for name in RUN_COLUMNS[:-2]
         }
         run["started_at"] = _times(run["started_at"])
         for name in ("worker", "gpu", "peak_memory_bytes"):  # Int64 has missing values, int64 none
@@ -366,6 +375,18 @@ class Results(Sequence[T_co]):
         users.pop(f"result_{trials.metric}", None)  # the score, or an earlier one
         about = {name: with_gaps(cells) for name, cells in trials.columns.items()}
         return table({**about, **users, **run}, labels)
+
+    def _whole_rows(self) -> list[Row]:
+        """Return the rows of trials, with the time of all their parts."""
+        rows = list(self._rows)
+        for index, part, _ in reversed(self._get_misses()):
+            row = rows[index]
+            if part.status == "finished" and row.duration_s is not None:
+                duration_s = row.duration_s + (part.duration_s or 0.0)
+                rows[index] = dataclasses.replace(
+                    row, duration_s=duration_s, started_at=part.started_at
+                )
+        return rows
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -620,10 +641,10 @@ class Results(Sequence[T_co]):
     def _log_to(self, target: SweepLogger) -> None:
         """Feed a logger as the running loop would."""
         target.begin(self._name or "sweep", self._items.__getitem__)
-        reports = self._get_feed().rows()
-        reports.sort(key=operator.itemgetter(1, 2))  # as in `metrics`
+        reports = in_order(self._get_feed().rows())
         by_item = {item: [*rows] for item, rows in itertools.groupby(reports, lambda row: row[1])}
-        for index, row in enumerate(self._rows):
+        rows = self._rows if self._trials is None else self._whole_rows()
+        for index, (row, last) in enumerate(zip(rows, self._rows, strict=True)):
             for report in by_item.get(index, ()):
                 target.report(report)
             target.end_item(
@@ -633,7 +654,7 @@ class Results(Sequence[T_co]):
                 self._values[index],
                 self._errors.get(index),
                 row.started_at,
-                row.started_at and row.started_at + (row.duration_s or 0.0),
+                last.started_at and last.started_at + (last.duration_s or 0.0),
             )
         target.close()
 

@@ -28,10 +28,11 @@ from raypool.errors import (
     checked_count,
 )
 from raypool.results import Results
-from raypool.search.parts import TrialEndedError, epochs_of
+from raypool.search.parts import TrialEndedError, epochs_of, score_of
 from raypool.search.run import POOL_ENDED, Search, SearchOptions, SearchResults, run_search
 from raypool.search.study import Trial
 from raypool.spmd.call import SpmdFuture
+from raypool.train.checkpoints import plain_metrics
 from raypool.train.runs import RunOptions, TrainingRun
 from raypool.train.verbs import check_loop, check_names_in, train
 from raypool.worker.runner import seed_everything
@@ -86,7 +87,8 @@ def train_part(fn: Callable[[Any], Any], metric: str | None, part: Mapping[str, 
     def count(metrics: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal num_reports, is_over
         was_over = is_over
-        if note.index == 0 and isinstance(metrics, Mapping) and metric in metrics:
+        score = score_of(metrics.get(metric)) if isinstance(metrics, Mapping) else None
+        if note.index == 0 and score is not None:
             num_reports += 1
             note.should_stop |= epochs_of(metrics, num_reports) >= part["until"]
         report(metrics, *args, **kwargs)
@@ -192,7 +194,7 @@ class GangSearch(Search):
     def _take_reports(self, index: int, rows: list[ReportRow]) -> None:
         for moment, rank, attempt, metrics in rows:
             if rank == 0:
-                self._work.feed.add_row((moment, index, attempt, metrics))
+                self._work.feed.add_row((moment, index, attempt, plain_metrics(metrics)))
 
     def _is_queued(self, trial: Trial) -> bool:
         training = None if trial.part is None else self._trainings.get(trial.part)

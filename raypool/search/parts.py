@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from raypool.views.words import number_in
 from raypool.worker.running import TaskContext, note_here
 
 
@@ -39,7 +40,7 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> A
 
     def count(note: TaskContext, kind: str, payload: Any) -> bool | None:
         nonlocal num_reports
-        if kind == "metrics" and (metric is None or metric in payload[1]):
+        if kind == "metrics" and (metric is None or score_of(payload[1].get(metric)) is not None):
             if note.should_stop and not note.is_leaving:
                 raise TrialEndedError
             if part.is_again and epochs_of(payload[1], 0) > part.until:
@@ -83,6 +84,7 @@ def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
 
 def score_of(value: Any) -> float | None:
     """Return a value as a score; None: it is not a number."""
+    value = number_in(value)
     try:
         return float(value) if isinstance(value, numbers.Real) else None
     except OverflowError:

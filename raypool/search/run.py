@@ -302,6 +302,8 @@ def run_search(
     searched = Space.of(space, wanted.metric)
     target = view._target()
     engine, options = target._engine, target._options
+    if wanted.seed is not None and engine.profile.backend == "threads":
+        wanted = wanted._replace(max_in_flight=1)  # its trials take turns, as items of `parfor` do
     pauses = isinstance(wanted.stop, (Halving, Population))
     if pauses and wanted.run_dir is None and options.checkpoints is None:
         raise InvalidValueError(
@@ -447,6 +449,17 @@ class Search(LoopRun):
         self._members: Members | None = None
         if isinstance(self._stop, Halving):
             self._rungs = Rungs(self._stop.levels, self._stop.factor)
+            enough = self._stop.factor ** (len(self._stop.levels) - 1)
+            if options.num_trials < enough:
+                logger.warning(
+                    "halving() may train none of %d trials to the end: it compares them %d times,"
+                    " and 1 of %d continues each time. Use at least %d trials, or a larger"
+                    " min_epochs.",
+                    options.num_trials,
+                    len(self._stop.levels) - 1,
+                    self._stop.factor,
+                    enough,
+                )
         elif isinstance(self._stop, Population):
             self._rungs = self._members = Members(self._stop.levels, self._stop.size)
         self._levels = self._rungs.levels if self._rungs is not None else []
@@ -792,7 +805,7 @@ class Search(LoopRun):
             self._options.score_name,
             self._options.mode,
             [trial.number for trial in trials],
-            [trial.state for trial in trials],
+            ["unfinished" if trial.state == "running" else trial.state for trial in trials],
             [trial.score for trial in trials],
             [trial.epochs for trial in trials],
             [trial.lineage[0] if trial.lineage else None for trial in trials]

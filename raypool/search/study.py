@@ -217,6 +217,8 @@ class TrialStudy:
             # private, but there is no other way to the handle of a trial
             handle = optuna.trial.Trial(self._study, frozen._trial_id)
             # its process may have died in the middle of the suggestions
+            if self._sampler_for is not None:
+                self._study.sampler = self._sampler_for(len(self.trials))
             params = {
                 name: handle._suggest(name, each)
                 for name, each in self._space.distributions.items()

@@ -59,16 +59,22 @@ def list_kept(run_dir: Folder) -> list[CompleteCheckpoint]:
     return sorted(filter(None, map(_read, files)), key=lambda kept: kept.index)
 
 
-def _read(file: Path) -> CompleteCheckpoint | None:
+def _noted(file: Path) -> CompleteCheckpoint | None:
+    """Return the checkpoint that a file notes; its folder may be gone. None: no file of ours."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         index, metrics = record["index"], record["metrics"]
         path = Path(record.get("path") or file.with_suffix(""))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not a file of ours
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    is_there = os.path.isdir(path)  # noqa: PTH112 - unlike Path.is_dir, it never raises
-    is_whole = is_there and isinstance(index, int) and isinstance(metrics, dict)
-    return CompleteCheckpoint(index, path, metrics) if is_whole else None
+    is_ours = isinstance(index, int) and isinstance(metrics, dict)
+    return CompleteCheckpoint(index, path, metrics) if is_ours else None
+
+
+def _read(file: Path) -> CompleteCheckpoint | None:
+    noted = _noted(file)
+    is_there = noted is not None and os.path.isdir(noted.path)  # noqa: PTH112 - it never raises
+    return noted if is_there else None
 
 
 def latest(run_dir: Folder) -> CompleteCheckpoint | None:
@@ -127,8 +133,9 @@ def next_index(run_dir: Folder) -> int:
 
 def free_name(run_dir: Folder, name: str, index: int) -> str:
     """Return the name for a checkpoint, with its number added if the name is taken."""
-    folder = Path(run_dir)
-    is_taken = (folder / name).exists() or _read(folder / f"{name}.json") is not None
+    folder, file = Path(run_dir), Path(run_dir, f"{name}.json")
+    is_users = file.exists() and _noted(file) is None
+    is_taken = is_users or (folder / name).exists() or _read(file) is not None
     return f"{name}-{index:06d}" if is_taken else name
 
 
@@ -181,7 +188,9 @@ def commit(
 def add_reports(run_dir: Folder, name: str, rows: Sequence[tuple[float, int, Any]]) -> None:
     """Add what rank 0 of a training has reported: times (Unix [s]), attempts, metrics."""
     lines = [
-        json.dumps({"name": name, "time": moment, "attempt": attempt, "metrics": _plain(metrics)})
+        json.dumps(
+            {"name": name, "time": moment, "attempt": attempt, "metrics": plain_metrics(metrics)}
+        )
         for moment, attempt, metrics in rows
     ]
     with (Path(run_dir) / REPORTS).open("a", encoding="utf-8") as stream:
@@ -196,7 +205,7 @@ def note_down(
         "index": index,
         "time": time.time(),
         "attempt": attempt,
-        "metrics": _plain(metrics),
+        "metrics": plain_metrics(metrics),
         "path": elsewhere,
     }
     file = folder.with_name(f"{folder.name}.json")
@@ -208,7 +217,7 @@ def note_down(
     spare.replace(file)  # in one step, once it is on disk
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those metrics that JSON can take."""
 
     def as_list(value: Any) -> Any:
@@ -470,7 +479,7 @@ class CheckpointCommit:
         except OSError as error:
             return None, self._disk_fault(error, "a checkpoint")
         # one without any metric is only to resume from
-        is_rated = not metrics or plan.best_metric in {None, *_plain(metrics)}
+        is_rated = not metrics or plan.best_metric in {None, *plain_metrics(metrics)}
         if not is_rated and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -26,6 +26,7 @@ from raypool.errors import (
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import TRAINING_LOCK as LOCK
 from raypool.journal.lock import RunLock
+from raypool.parallel_for import check_run_dir
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -84,20 +85,14 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:
-            if not isinstance(self.run_dir, (str, os.PathLike)):
-                raise InvalidTypeError(f"run_dir={self.run_dir!r} is not the path of a folder.")
-            if "://" in os.fspath(self.run_dir):
+            if "://" in str(self.run_dir):
                 raise InvalidValueError(
                     f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all"
                     " machines see: pass one, and copy checkpoints to the URL from there, or in"
                     " the loop on rank 0."
                 )
-            folder = Path(self.run_dir).expanduser().absolute()
-            if folder.exists() and not folder.is_dir():
-                raise InvalidValueError(
-                    f"run_dir={folder} is a file. Pass a folder; it need not exist yet."
-                )
-            object.__setattr__(self, "run_dir", folder)
+            check_run_dir(self.run_dir)
+            object.__setattr__(self, "run_dir", Path(self.run_dir).expanduser().absolute())
         for name in ("keep_checkpoints", "min_workers"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
         if self.best_metric is not None and not isinstance(self.best_metric, str):

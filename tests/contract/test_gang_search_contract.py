@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from click.testing import CliRunner
@@ -95,6 +96,20 @@ def test_halving_continues_trainings_from_their_checkpoints(
         zip(frame["trial"], frame["epochs"], strict=True)
     )
     assert len(load_results(tmp_path / "run")) == 6
+
+
+def test_reports_may_have_arrays_and_no_score(pool: ParallelPool, tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> None:
+        import ray.train
+
+        for epoch in range(4):
+            score = None if epoch == 1 else config["x"]
+            ray.train.report({"epoch": epoch, "accuracy": score, "confusion": np.eye(2)})
+
+    found = pool.search(loop, SPACE, num_trials=2, run_dir=tmp_path / "run", **GANG)
+    assert found.to_frame()["state"].tolist() == ["complete"] * 2
+    kept = load_results(tmp_path / "run").metrics
+    assert kept["confusion"].tolist() == [[[1.0, 0.0], [0.0, 1.0]]] * 8
 
 
 @pytest.mark.semantics

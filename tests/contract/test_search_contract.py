@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import optuna
+import pandas as pd
 import pytest
 from optuna.trial import TrialState
 
@@ -137,6 +140,130 @@ def test_halving_continues_the_best_from_their_checkpoints(
     assert kept[columns].equals(now[columns]), "the folder is a run like any other"
     assert list(kept["duration_s"]) == pytest.approx(list(now["duration_s"])), "all parts count"
     assert kept["started_at"].equals(now["started_at"])
+
+
+@pytest.mark.parametrize("stop", [HALVING, search.population(size=9, every=3, max_epochs=9)])
+def test_a_report_without_a_score_is_no_epoch_of_a_trial(
+    pool: ParallelPool, tmp_path: Path, stop: Any
+) -> None:
+    """As of a training that validates after every other epoch, and says None after the others."""
+
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, accuracy=None if epoch % 2 else np.array(config["x"] * epoch))
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return
+
+    found = pool.search(
+        train, SPACE, metric="accuracy", num_trials=9, stop=stop, run_dir=tmp_path, seed=2
+    )
+    done = found.to_frame().query("state == 'complete'")
+    assert set(done["epochs"]) == {9}
+
+
+def test_the_timeline_has_the_parts_of_trials_live_and_loaded(tmp_path: Path) -> None:
+    """One worker never does two things at once, and only what it has done counts."""
+    with parpool(profile="inline", quiet=True) as pool:
+        given: dict[str, Any] = {"metric": "accuracy", "stop": HALVING, "run_dir": tmp_path}
+        found = pool.search(gather_marks, SPACE, num_trials=9, seed=2, **given)
+    tables = [found.results.attempts, load_results(tmp_path).attempts]
+    for attempts in tables:
+        assert len(attempts) == 9 + 3 + 1, "each trial, the best third again, and the best of those"
+        assert set(attempts["status"]) == {"finished"}
+        times = attempts.sort_values("started_at")
+        ends = times["started_at"] + pd.to_timedelta(times["duration_s"], unit="s")
+        assert (times["started_at"].iloc[1:].array >= ends.iloc[:-1].array).all()
+    assert tables[0]["item"].equals(tables[1]["item"])
+
+
+def gather_marks(config: dict[str, Any]) -> None:
+    for epoch in range(load_checkpoint() or 0, 9):
+        report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
+        if current_task().should_stop:
+            save_checkpoint(epoch + 1)
+            return
+
+
+def test_reports_of_a_trial_stay_in_order_if_a_part_of_it_runs_twice(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
+            if current_task().attempt == 1 and epoch == 0:
+                raise ConnectionError
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                return
+
+    found = pool.options(retry_on=ConnectionError).search(
+        train, SPACE, metric="accuracy", num_trials=9, stop=HALVING, run_dir=tmp_path
+    )
+    for results in (found.results, load_results(tmp_path)):
+        epochs = results.metrics.groupby("item")["epoch"].agg(list)
+        best = int(found.to_frame()["trial"].iloc[0])
+        assert epochs[best] == [0, *range(9)]
+
+
+def test_halving_with_too_few_trials_says_so(
+    pool: ParallelPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.search(
+        gather_marks, SPACE, metric="accuracy", num_trials=8, stop=HALVING, run_dir=tmp_path
+    )
+    assert "none of 8 trials to the end: it compares them 2 times, and 1 of 3" in caplog.text
+    assert "at least 9 trials" in caplog.text
+
+
+def test_a_search_that_has_ended_has_no_running_trial(pool: ParallelPool, tmp_path: Path) -> None:
+    """One that ended early in an earlier call, and whose end has come before it continues."""
+
+    def train(config: dict[str, Any]) -> float:
+        if current_task().index == 1 and not (tmp_path / "again").exists():
+            (tmp_path / "again").touch()
+            raise KeyboardInterrupt
+        return 1.0
+
+    call = {"num_trials": 3, "mode": "max", "run_dir": tmp_path / "run"}
+    with parpool(profile="inline", quiet=True) as inline:
+        with pytest.raises(KeyboardInterrupt):
+            inline.search(train, SPACE, **call)
+        found = inline.search(train, SPACE, stop_when=search.until(score=1.0), **call)
+    assert "running" not in repr(found)
+    assert "unfinished" in set(found.to_frame()["state"])
+
+
+def test_items_of_a_loop_do_not_mix_with_the_trials_of_a_search(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    found = pool.search(score, SPACE, mode="min", num_trials=4, seed=0, run_dir=tmp_path)
+    with pytest.raises(JournalError, match="has a search, whose items are its trials"):
+        pool.parfor(score, [found.best.config], run_dir=tmp_path)
+    assert load_results(tmp_path).best("score", "min")["x"] == found.best.config["x"]
+
+
+@pytest.mark.threads
+def test_a_trial_with_a_seed_does_not_wait_in_a_worker(
+    make_pool: Any, gate: Gate, marks: Marks, eventually: Callable[..., bool]
+) -> None:
+    """There, the wait for its turn would use up its time limit."""
+    pool = make_pool(2)
+
+    def train(config: dict[str, Any]) -> float:
+        marks.add("begun")
+        gate.wait()
+        return float(config["x"])
+
+    call = threading.Thread(target=pool.search, args=(train, SPACE), kwargs=SEEDED)
+    call.start()
+    assert eventually(lambda: marks.count("begun") == 1)
+    assert "1 idle" in repr(pool)
+    gate.open()
+    call.join(300)
+
+
+SEEDED: dict[str, Any] = {"num_trials": 3, "seed": 0, "mode": "max"}
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -1266,9 +1393,12 @@ def test_a_wrong_worker_leaves_no_folder_in_use(pool: ParallelPool, tmp_path: Pa
     assert len(pool.search(score, SPACE, num_trials=2, run_dir=tmp_path)) == 2
 
 
+@pytest.mark.parametrize("dies_at", ["x", "kind"])
 def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
+    """The values are those of the seed, unless some of them had been drawn."""
+
     def interrupted(config: dict[str, Any]) -> float:
         if current_task().index == 1 and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
@@ -1284,7 +1414,7 @@ def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
     suggest = optuna.trial.Trial._suggest
 
     def die(trial: Any, name: str, distribution: Any) -> Any:
-        if trial.number == 2 and name == "kind":
+        if trial.number == 2 and name == dies_at:
             raise SystemError("the process dies here")
         return suggest(trial, name, distribution)
 
@@ -1294,7 +1424,11 @@ def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
             call()
     found = call()
     assert states(found.study) == {"COMPLETE": 3}
-    assert found.to_frame()[["x", "kind"]].notna().all(axis=None)
+    with parpool(profile="inline", quiet=True) as pool:
+        whole = pool.search(interrupted, SPACE, num_trials=3, seed=0)
+    columns = ["trial", "x"] + ["kind"] * (dies_at == "x")
+    assert found.to_frame()[columns].equals(whole.to_frame()[columns])
+    assert found.to_frame()["kind"].notna().all()
 
 
 @pytest.mark.arguments
