@@ -310,6 +310,8 @@ def run_search(
             f"{type(wanted.stop).__name__.lower()}() needs run_dir: trials that wait without a"
             " worker leave their checkpoints there."
         )
+    if isinstance(wanted.stop, Halving):
+        warn_of_few(wanted.stop, wanted.num_trials)
     where = target._where()  # first: what it raises leaves no folder in use
     work = search_work(engine, options, fn, wanted)
     spec = options.spec(work.function.fn_id, where, fail_fast=False)
@@ -344,6 +346,20 @@ def run_search(
                 search.run(iter(()), spec)
         raise_if_failed(work, search.results(), "collect")
     return results()
+
+
+def warn_of_few(stop: Halving, num_trials: int) -> None:
+    """Warn of a search that may train no trial to the end."""
+    num_rungs = len(stop.levels) - 1
+    if num_trials < (enough := stop.factor**num_rungs):
+        logger.warning(
+            "halving() may train none of %d trials to the end: it compares them %d times, and 1 of"
+            " %d continues each time. Use at least %d trials, or a larger min_epochs.",
+            num_trials,
+            num_rungs,
+            stop.factor,
+            enough,
+        )
 
 
 # --- checkpoints of a population ------------------------------------------------------------------
@@ -449,17 +465,6 @@ class Search(LoopRun):
         self._members: Members | None = None
         if isinstance(self._stop, Halving):
             self._rungs = Rungs(self._stop.levels, self._stop.factor)
-            enough = self._stop.factor ** (len(self._stop.levels) - 1)
-            if options.num_trials < enough:
-                logger.warning(
-                    "halving() may train none of %d trials to the end: it compares them %d times,"
-                    " and 1 of %d continues each time. Use at least %d trials, or a larger"
-                    " min_epochs.",
-                    options.num_trials,
-                    len(self._stop.levels) - 1,
-                    self._stop.factor,
-                    enough,
-                )
         elif isinstance(self._stop, Population):
             self._rungs = self._members = Members(self._stop.levels, self._stop.size)
         self._levels = self._rungs.levels if self._rungs is not None else []
