@@ -541,6 +541,14 @@ def without_own_frames(fn: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def told(error: BaseException) -> str:
+    """Return the type and text of an exception, as they appear in the table of results."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's own __str__
+        return type(error).__name__
+
+
 def traceback_text(error: BaseException) -> str:
     """Return a traceback as text, from the first line that is not raypool's own."""
     whole = traceback.TracebackException.from_exception(error)

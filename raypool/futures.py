@@ -31,6 +31,7 @@ from raypool.errors import (
     explains_calls,
     no_such_attribute,
     reason_of,
+    told,
     whole_number,
 )
 from raypool.worker.running import in_task
@@ -571,7 +572,7 @@ def futures_frame(futures: Sequence[Future[Any]]) -> pd.DataFrame:
             "duration_s": pd.array(
                 [future.running_duration_s for future in futures], dtype="float64"
             ),
-            "error": ["-" if not future.error else repr(future.error) for future in futures],
+            "error": ["-" if not future.error else told(future.error) for future in futures],
         }
     )
 

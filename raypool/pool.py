@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import inspect
-import sys
 import threading
 import time
 import uuid
@@ -36,6 +35,7 @@ from raypool.core.messages import CancelRequested
 from raypool.engine.engine import (
     Engine,
     open_engine,
+    say,
     serial_engine,
     submit_call,
 )
@@ -809,10 +809,11 @@ class PoolView(concurrent.futures.Executor):
         check_callable(fn, args)
         target = self._target()
         name = self._options.name or function_name(fn)
+        forget = None
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
             # first: a worker that starts now gets both, and makes one
-            self._begin_with(functools.partial(fn, *args, **kwargs))
+            forget = self._begin_with(functools.partial(fn, *args, **kwargs))
         # bound to the place, not to the worker that is there now: its replacement will do as well
         options = replace(self._options, worker=None, name=name, checkpoints=None)
         futures: list[Future[T]] = []
@@ -821,10 +822,17 @@ class PoolView(concurrent.futures.Executor):
                 PoolView(target._engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
                 for number in target._numbers()
             )
-            return gather(futures, name)
+            called = gather(futures, name)
         except BaseException:  # Ctrl-C: nobody could cancel those that were handed in
             cancel_each(futures)
+            if forget is not None:
+                forget()
             raise
+        if forget is not None:  # no later worker makes a call that has failed
+            called.add_done_callback(
+                lambda done: forget() if done.cancelled() or done.exception() else None
+            )
+        return called
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
         """Let every later worker call a function first; return a function that undoes this."""
@@ -1744,8 +1752,7 @@ def open_pool(
     if not settings.quiet:
         is_ray = settings.backend == "ray"
         took = f", ready in {time.monotonic() - started:.1f} s" if is_ray else ""
-        sys.stdout.write(f"raypool: {_described(engine)}{took}\n")
-        sys.stdout.flush()
+        say(f"{_described(engine)}{took}")
     return pool
 
 

@@ -152,9 +152,9 @@ class Slurm:
         object.__setattr__(self, "notice_s", notice_s)
         if not isinstance(self.folder, (str, PathLike)):
             raise InvalidTypeError(f"folder={self.folder!r} is not the path of a folder.")
-        if not self.notice_s > 0:
+        if not 0 < self.notice_s < math.inf:
             raise InvalidValueError(
-                f"notice_s={self.notice_s!r} leaves tasks no time to save. Use a number above 0."
+                f"notice_s={self.notice_s!r} is no time to save in. Use a finite number above 0."
             )
         if self.gpus < 0:
             raise InvalidValueError(f"gpus_per_node={self.gpus_per_node!r} is negative.")
@@ -538,7 +538,8 @@ def _check(profile: Profile) -> None:
         _check_plain_call(name, getattr(profile, name))
     for name, least in LEAST.items():
         value = getattr(profile, name)
-        if value is not None and (name, value) != ("workers_per_gpu", "auto"):
+        is_left_out = value is None and name != "retries"
+        if not is_left_out and (name, value) != ("workers_per_gpu", "auto"):
             object.__setattr__(profile, name, checked_count(name, value, least))
     for name, is_wrong, why in _rules(profile):
         if is_wrong:

@@ -37,6 +37,7 @@ from raypool.errors import (
     did_you_mean,
     explains_calls,
     reason_of,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -846,14 +847,6 @@ def _is_finite(value: Any) -> bool:
         return value.is_finite()  # a Decimal is no Real
     is_number = isinstance(value, numbers.Real)
     return is_number and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
-
-
-def told(error: BaseException) -> str:
-    """Return the type and text of an exception, as they appear in the table."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the user's own __str__
-        return type(error).__name__
 
 
 def _restored(  # noqa: PLR0913, PLR0917 - a pickle has them by position

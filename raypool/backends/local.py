@@ -43,7 +43,7 @@ from raypool.core.messages import (
     WorkerLost,
     WorkerReady,
 )
-from raypool.errors import LossReason, ResourceError
+from raypool.errors import LossReason, ResourceError, told
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.worker.folders import CheckpointFolders, TemporaryFolder, temporary_here
@@ -265,7 +265,7 @@ class InlineBackend:
         except (Exception, SystemExit) as error:
             self._post(
                 WorkerLost(worker_id, LossReason.START),
-                Refusal(f"setup= or initializer= raised {type(error).__name__}: {error}"),
+                Refusal(f"setup= or initializer= raised {told(error)}"),
             )
         else:
             self._set_ups.add(worker_id)

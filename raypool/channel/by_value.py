@@ -158,7 +158,8 @@ def is_importable(value: Any) -> bool:
     if goes_by_value(name):
         return False
     found: Any = sys.modules.get(name)
-    for part in getattr(value, "__qualname__", value.__name__).split("."):
+    path = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
+    for part in str(path).split("."):
         found = getattr(found, part, None)
     return found is value
 

@@ -435,6 +435,8 @@ class Printed:
 
     def add(self, data: bytes) -> None:
         """Add text, and forget the oldest beyond `TEXT_BYTES`."""
+        self.missing += max(len(data) - TEXT_BYTES, 0)
+        data = data[-TEXT_BYTES:]
         if self.pieces and len(self.pieces[-1]) < PIECE_BYTES:
             self.pieces[-1] += data
         else:

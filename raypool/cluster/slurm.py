@@ -123,7 +123,7 @@ def job_file(  # noqa: PLR0913 - all are named
     requeue: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the file for `sbatch`.
+    r"""Return the file for `sbatch`.
 
     Args:
         slurm: The allocation.
@@ -135,13 +135,15 @@ def job_file(  # noqa: PLR0913 - all are named
         env: Environment variables.
 
     Example:
-        >>> text = job_file(Slurm(time=60), Size(2, 2, 4), ["python", "train.py"], name="train")
+        >>> text = job_file(Slurm(time=60), Size(2, 2, 4), ["python", "train.py"], name="a\nb")
         >>> "#SBATCH --nodes=2" in text, text.splitlines()[-1].endswith("-- python train.py")
         (True, True)
+        >>> "#SBATCH --job-name='a b'" in text
+        True
     """
     nodes = f"{size.least}-{size.most}" if size.most > size.least else f"{size.least}"
     wanted: dict[str, object] = {
-        "job-name": name,
+        "job-name": " ".join(name.split()),  # sbatch reads no option behind a line that is none
         "partition": slurm.partition,
         "account": slurm.account,
         "time": slurm.time,

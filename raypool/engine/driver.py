@@ -534,7 +534,8 @@ class Driver:
             error = self.preempted_error()
             if error is None and self.scheduler.state is PoolState.BROKEN:
                 error = explanations.pool_broken(self._losses.words)
-        self.works.pop(task_id).end(state, error)
+        self.works[task_id].end(state, error)
+        del self.works[task_id]  # not before: if that raises, `_end_works` ends it
 
 
 # --- arrival of workers ---------------------------------------------------------------------------

@@ -72,6 +72,13 @@ Call = Callable[[], object]
 logger = logging.getLogger("raypool")
 
 
+def say(text: str) -> None:
+    """Print a line for the user, if the process has a standard output that somebody reads."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, broken, closed
+        sys.stdout.write(f"raypool: {text}\n")
+        sys.stdout.flush()
+
+
 def as_is(value: Any) -> Any:
     """Return a value that does not travel."""
     return value
@@ -157,8 +164,7 @@ class Engine:
         is_news, self._has_noted = not self._has_noted, True
         # threads have no memory that would be freed
         if is_news and not self.profile.quiet and self.profile.backend == "ray":
-            sys.stdout.write(f"raypool: {text}\n")
-            sys.stdout.flush()
+            say(text)
 
     def _clean_up(self) -> None:
         try:

@@ -17,8 +17,8 @@ from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, nam
 from raypool.core.model import Slice, TaskState
 from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
-from raypool.errors import TaskError
-from raypool.results import Miss, Row, Span, told
+from raypool.errors import TaskError, told
+from raypool.results import Miss, Row, Span
 
 if TYPE_CHECKING:
     from raypool.journal.live import Request

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -118,8 +118,8 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
     *,
     pool: PoolView | None = None,
     timeout: float | None = None,
-    catch: type[Exception] | tuple[type[Exception], ...] = (),
-    callbacks: Sequence[Callback] = (),
+    catch: type[Exception] | Iterable[type[Exception]] = (),
+    callbacks: Iterable[Callback] | None = None,
     space: Mapping[str, BaseDistribution] | None = None,
     max_in_flight: int | None = None,
 ) -> None:
@@ -168,18 +168,19 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
     check_callable(objective)
     n_trials = checked_count("n_trials", n_trials, least=1)
     max_in_flight = optional_count("max_in_flight", max_in_flight, least=1)
+    callbacks = list(callbacks or ())
     view = gcp() if pool is None else pool
     assert view is not None
     target = view._target()
     if target._engine.profile.backend == "inline":
-        study.optimize(objective, n_trials, timeout, catch=catch, callbacks=list(callbacks))
+        study.optimize(objective, n_trials, timeout, catch=catch, callbacks=callbacks)
         return
     if target._engine.driver.is_own_thread:
         raise InvalidValueError(
             "optimize() cannot be called in the callback of a future: the pool would wait for"
             " itself. Use a thread."
         )
-    catch = catch if isinstance(catch, tuple) else (catch,)
+    catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
     run = _Run(study, view, objective, dict(space or {}))
     until = None if timeout is None else time.monotonic() + timeout
     with stoppable(study):

@@ -14,6 +14,7 @@ from raypool.errors import (
     SpmdError,
     TaskTimeoutError,
     WorkerLostError,
+    told,
 )
 from raypool.spmd.wire import list_ranks, ordinal
 
@@ -44,10 +45,10 @@ def is_disconnect(error: BaseException | None) -> bool:
         seen.add(id(error))
         if base is not None and isinstance(error, base):
             # a port of one's own that is taken is no other rank's fault
-            if "failed to listen" not in str(error):
+            if "failed to listen" not in told(error):
                 return True
         elif type(error) is RuntimeError and all(
-            any(mark in str(error) for mark in marks) for marks in (MARKS, LIBRARIES)
+            any(mark in told(error) for mark in marks) for marks in (MARKS, LIBRARIES)
         ):
             return True
         error = (
@@ -164,7 +165,6 @@ def _operation(error: RankInterrupted) -> str:
 
 def summary(error: BaseException) -> str:
     """Return an error in one line of a traceback: its type and text."""
-    text, kind = str(error), type(error).__name__
     if isinstance(error, WorkerLostError):  # a sentence about the worker, complete without its kind
-        return text
-    return f"{kind}: {text}" if text else kind
+        return str(error)
+    return told(error).removesuffix(": ")

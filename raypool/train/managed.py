@@ -19,7 +19,6 @@ import os
 import pickle
 import platform
 import queue
-import sys
 import threading
 import time
 import uuid
@@ -62,7 +61,7 @@ from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice, TaskState
 from raypool.engine import explanations
-from raypool.engine.engine import Engine
+from raypool.engine.engine import Engine, say
 from raypool.engine.work import described
 from raypool.errors import (
     CollectiveError,
@@ -450,11 +449,11 @@ class ManagedAttempt:
             raise PoolClosedError("Ray was shut down before the training began.")
         if not managed.engine.profile.quiet:
             numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
-            sys.stdout.write(
-                f"raypool: {plan.name} uses the GPUs or cores of"
+            say(
+                f"{plan.name} uses the GPUs or cores of"
                 f" worker{'s' * (len(workers) > 1)} {numbers}. Their processes were stopped, and"
                 " their constants and Composites are gone. They restart when the training ends;"
-                " other tasks for them wait until then.\n"
+                " other tasks for them wait until then."
             )
         self._await_cores()
         self._coordinator = (

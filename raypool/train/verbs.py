@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypool.channel.records import function_name
+from raypool.engine.engine import say
 from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
 from raypool.options import check_callable
 from raypool.parallel_for import check_progress
@@ -101,7 +101,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     call = prepare_fit(model, data, loss, options, candidates, start)
     if not view._engine.profile.quiet:  # with workers=0 `target` has its own profile
         for note in call.notes:
-            sys.stdout.write(f"raypool: {note}\n")
+            say(note)
     # a training on all of them is not bound to these: their replacements will do
     is_of_all = call.ranks == there
     chosen: Workers = len(call.ranks) if is_of_all else call.ranks

@@ -421,3 +421,36 @@ def test_constants_are_made_anew_after_a_rest(
         assert eventually(lambda: states_of(pool) == {"parked"})
         assert pool.parfeval(lambda: table.value).result(300) == [1, 2]
     assert marks.all() == ["built", "cleaned"], "one process, which goes on"
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        return {404: "not found"}[500]
+
+
+@pytest.mark.semantics
+@pytest.mark.threads
+def test_a_setup_whose_error_has_no_words_is_told_by_its_type(make_pool: Any) -> None:
+    def setup() -> None:
+        raise WordlessError
+
+    with pytest.raises(StartupError, match="raised WordlessError"):
+        make_pool(1, setup=setup)
+
+
+@pytest.mark.threads
+def test_a_process_without_standard_output_can_open_a_pool(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with make_pool(2, quiet=False) as pool:
+        assert list(pool.parfor(abs, [-1])) == [1]
+
+
+@pytest.mark.threads
+def test_no_later_worker_makes_a_sticky_call_that_has_failed(make_pool: Any) -> None:
+    with make_pool(1) as pool:
+        with pytest.raises(ZeroDivisionError):
+            pool.parfeval_on_all(divmod, 1, 0, sticky=True).result(300)
+        pool.resize(2)
+        assert list(pool.parfor(abs, [-1, -2])) == [1, 2]

@@ -103,7 +103,7 @@ def test_pruners_see_every_report(pool: ParallelPool) -> None:
 
 def test_errors_are_caught_or_raised(pool: ParallelPool) -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    optimize(study, fragile, 10, pool=pool, catch=ArithmeticError)
+    optimize(study, fragile, 10, pool=pool, catch=[ArithmeticError], callbacks=None)
     assert set(states(study)) == {TrialState.COMPLETE, TrialState.FAIL}
     with pytest.raises(ArithmeticError):
         optimize(study, fragile, 50, pool=pool)

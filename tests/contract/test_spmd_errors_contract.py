@@ -36,6 +36,11 @@ def add_up(context: Any) -> int:
     return context.all_reduce(context.rank + 1)
 
 
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        return {404: "not found"}[500]
+
+
 # --- its errors -----------------------------------------------------------------------------------
 
 
@@ -326,3 +331,13 @@ def test_ranks_that_are_threads_have_no_default_group(pool: ParallelPool) -> Non
 
     assert list(pool.spmd(fn)) == [3, 3, 3]
     assert "MASTER_PORT" not in os.environ
+
+
+def test_an_error_without_words_is_told_by_its_type(pool: ParallelPool) -> None:
+    def fn(context: Any) -> None:
+        if context.rank == 1:
+            raise WordlessError
+
+    with pytest.raises(SpmdError, match=r"^Rank 1 of .*WordlessError"):
+        pool.spmd(fn)
+    assert list(pool.spmd(add_up)) == [6, 6, 6]

@@ -353,3 +353,12 @@ def test_the_diaries_of_a_long_loop_take_bounded_memory() -> None:
     assert most < 1.8 * LOOP_TEXT_BYTES
     assert feed.diary(99_999) == feed.diary(99_999 - LOOP_TEXT_BYTES // 2000 + 1) == 40 * text
     assert feed.diary(0) == "[raypool: the first 2,000 bytes are not kept]\n"
+
+
+def test_one_long_text_takes_no_more_than_several() -> None:
+    feed = LoopFeed()
+    feed.add_text("early\n", item=0)
+    feed.add_text("x" * (LOOP_TEXT_BYTES + 10) + "the end", item=1)
+    assert feed.diary(0) == "early\n"
+    assert feed.diary(1).endswith("xthe end")
+    assert f"the first {LOOP_TEXT_BYTES + 17 - TEXT_BYTES:,} bytes are not kept" in feed.diary(1)

@@ -100,7 +100,7 @@ def test_a_pool_and_its_calls(gate: Any, eventually: Any) -> None:
         with pytest.raises(ValueError, match="diverged"):
             failed.result(300)
         assert shown(failed)[2][1] == "red failed"
-        assert shown(failed)[2][-1] == "ValueError('<b> diverged')"
+        assert shown(failed)[2][-1] == "ValueError: <b> diverged"
         waiting.result(300)
     assert shown(pool)[0] == ["<ParallelPool: closed>"]
 
