@@ -99,16 +99,22 @@ class Outcomes:
 
     def signal(self, task: Task, signal: m.Signal, item: int | None = None) -> None:
         """Send a signal to all running items of a task, or to the slice with one of them."""
-        for attempt_id, worker_id in (task.flights or {}).items():
+        flights = task.flights or {}
+        for worker_id in dict.fromkeys(flights.values()):
             worker = self._workers.by_id[worker_id]
-            if item is not None and not any(
-                piece.task_id == task.spec.task_id and piece.start <= item < piece.stop
-                for piece in worker.attempts[attempt_id].slices
-            ):
+            if worker.state is not WorkerState.BUSY:  # it is starting, and the call was not sent
                 continue
-            # else the worker is still starting, and the call was not sent
-            if worker.state is WorkerState.BUSY:
-                self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
+            # the last first: a worker whose call is interrupted would begin the one behind it
+            for attempt_id in reversed(worker.attempts):
+                if attempt_id in flights and (
+                    item is None
+                    or any(
+                        piece.task_id == task.spec.task_id and piece.start <= item < piece.stop
+                        for piece in worker.attempts[attempt_id].slices
+                    )
+                ):
+                    call = m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal)
+                    self.out.append(call)
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
         """Process a worker's report of a slice; queue the items that run again."""
