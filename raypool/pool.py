@@ -156,9 +156,10 @@ class PoolView(concurrent.futures.Executor):
                 never runs twice. `retry_on`: exception types after which an item runs again too,
                 perhaps on the same worker. `retry_delay_s`: the wait before the second run [s],
                 doubled before each further one, up to 300 s. `timeout_s`: an item that runs longer
-                [s] is stopped as by `Future.cancel` and fails with `TaskTimeoutError`. With
-                `workers_per_gpu="auto"` an item that found too little GPU memory beside others runs
-                again whatever `retries` says, and its wait for the GPU is part of its time.
+                [s] is stopped as by `Future.cancel`, fails with `TaskTimeoutError` and does not run
+                again. With `workers_per_gpu="auto"` an item that found too little GPU memory beside
+                others runs again whatever `retries` says, and its wait for the GPU is part of its
+                time.
                 `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
                 waited for each other this long [s] in places where they cannot meet fail with a
                 `CollectiveError`; None: never. Computing may take any time. `fresh_process`: each

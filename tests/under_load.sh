@@ -25,7 +25,9 @@ for run in $(seq "$RUNS"); do
     "$@" > "run-$run.log" 2>&1 && result=passed || result=FAILED
     echo "run $run of $RUNS, beside ${#busy[@]} busy processes: $result after $((SECONDS - began)) s"
     if [ $result = FAILED ]; then
-        tail -n 100 "run-$run.log"
+        log=$(mktemp --suffix .log)
+        cp "run-$run.log" "$log"
+        echo "Its output is in $log"
         exit 1
     fi
 done

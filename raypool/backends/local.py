@@ -106,11 +106,15 @@ class SeededTurns:
 
     def __exit__(self, *error: object) -> None:
         with self._changed:
-            if self._holder == threading.get_ident():
+            if self.is_held_here():
                 self._depth -= 1
                 if self._depth == 0:
                     self._holder = None
                     self._changed.notify_all()
+
+    def is_held_here(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._holder == threading.get_ident()
 
     def take_from(self, thread: threading.Thread) -> None:
         """End the turn of a thread that is given up: its call may never return."""
@@ -160,6 +164,8 @@ class InlineBackend:
     _is_users_thread = True
     _limits_time = True
     _has_warned = False  # of what does not stop
+    # a setup that raises another ends the user's call: Ctrl-C, or a task's cancellation
+    _setup_errors: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
     def __init__(
         self,
@@ -262,7 +268,7 @@ class InlineBackend:
         """Call the setups in the worker's thread, and post the result."""
         try:
             set_up([setup.packed for setup in setups], info, self.find_way)
-        except (Exception, SystemExit) as error:
+        except self._setup_errors as error:
             self._post(
                 WorkerLost(worker_id, LossReason.START),
                 Refusal(f"setup= or initializer= raised {told(error)}"),
@@ -292,7 +298,7 @@ class InlineBackend:
         self._set_ups.remove(worker_id)
         try:
             set_up([self._profile.teardown], worker, self.find_way)
-        except (Exception, SystemExit):
+        except self._setup_errors:
             logger.exception("The teardown of worker %d failed.", worker.index)
         return True
 
@@ -345,18 +351,13 @@ class InlineBackend:
         guard = self._guards[worker_id]
         is_main = threading.current_thread() is threading.main_thread()
 
-        def interrupt() -> bool:
-            if is_main and not part.is_rank:
-                return True  # the signal does it
-            ranks = self._ranks.get(part.task_id, ())
-            guards = [self._guards[rank.worker_id] for rank in ranks] if part.is_rank else [guard]
-            if any(each.is_delicate for each in guards):
-                return False
+        def interrupt() -> None:
+            # posted first, so that an answer after it counts as late
+            self._post(TimerFired("timeout", worker_id, attempt_id), None)
             if part.is_rank:
                 self._break_up(part.task_id)
-            else:
+            elif not is_main:  # there the signal does it
                 guard.request(Signal.CANCEL, attempt_id, part.task_id)
-            return True
 
         def warn() -> None:
             if not self._has_warned:
@@ -367,11 +368,7 @@ class InlineBackend:
             if not part.is_rank:
                 guard.interrupt_here(attempt_id, part.task_id, frame)
 
-        def tell() -> None:
-            # posted first, so that an answer after it counts as late
-            self._post(TimerFired("timeout", worker_id, attempt_id), None)
-
-        return TimeLimit(timeout_s, self._profile.cancel_grace_s, tell, interrupt, warn, on_signal)
+        return TimeLimit(timeout_s, self._profile.cancel_grace_s, interrupt, warn, on_signal)
 
     @ctrl_c.enters
     def _wait_for_ranks(self, task_id: int) -> None:
@@ -405,6 +402,7 @@ class InlineBackend:
             folders=self._folders,
             is_users_thread=self._is_users_thread,
             early=self._early.get(worker_id),
+            has_turn=_turns.is_held_here,
         )
 
     def _call(
@@ -488,6 +486,7 @@ class ThreadsBackend(InlineBackend):
     """Runs each worker as a thread of this process."""
 
     _is_users_thread = False
+    _setup_errors = (BaseException,)
 
     def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int) -> None:
         super().__init__(profile, post, say, default_workers)

@@ -140,6 +140,7 @@ class Snapshot(NamedTuple):
     """The user's modules that a process has loaded, by name, and where it would find others.
 
     `before`, `after`: the user's folders on its `sys.path`, around those of the standard library.
+    `argv`: its arguments, since a task may be what parses those of the script.
     """
 
     number: int
@@ -147,6 +148,7 @@ class Snapshot(NamedTuple):
     before: tuple[str, ...]
     after: tuple[str, ...]
     versions: Mapping[str, Version]
+    argv: tuple[str, ...]
 
 
 class Project:
@@ -155,17 +157,19 @@ class Project:
     def __init__(self) -> None:
         self._modules = Modules()
         self._lock = threading.Lock()  # any thread may submit work
-        self._newest = Snapshot(0, platform.node(), (), (), {})
+        self._newest = Snapshot(0, platform.node(), (), (), {}, ())
 
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
         with self._lock:
             before, after = _sorted_folders(tuple(sys.path), _here() if "" in sys.path else None)
             versions = self._modules.versions()
+            argv = tuple(sys.argv)
             newest = self._newest
-            if (before, after) != (newest.before, newest.after) or versions is not newest.versions:
-                self._newest = newest._replace(
-                    number=newest.number + 1, before=before, after=after, versions=versions
+            known = newest.before, newest.after, newest.argv
+            if (before, after, argv) != known or versions is not newest.versions:
+                self._newest = Snapshot(
+                    newest.number + 1, newest.host, before, after, versions, argv
                 )
             return self._newest
 
@@ -382,6 +386,7 @@ class Follower:
                 if name in sys.modules:
                     self._reloads.setdefault(name, version.reloads)
         self._snapshot, self._newest = snapshot, None
+        sys.argv = list(snapshot.argv)
         if snapshot.host == platform.node():
             own = [entry for entry in sys.path if entry not in self._added]
             folders = (*snapshot.before, *snapshot.after)

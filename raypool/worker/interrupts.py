@@ -60,6 +60,9 @@ THREAD_START = inspect.unwrap(threading.Thread.start).__code__
 THREAD_START_S = 10.0
 """How long a thread that a task makes has to begin [s]."""
 
+AGAIN_S = 0.05
+"""The pause between two tries to interrupt [s]."""
+
 NOW = 0.0
 """A deadline that has passed."""
 
@@ -331,6 +334,11 @@ class ThreadGuard(Interrupts):
     def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
         """Take a request, from any thread."""
         with self._lock:
+            if wish is Signal.CANCEL and self.is_at_hand(attempt_id, task_id) and self._is_delicate:
+                again = threading.Timer(AGAIN_S, self.request, (wish, attempt_id, task_id))
+                again.daemon = True
+                again.start()
+                return
             if not self.take(wish, attempt_id, task_id):
                 return
             give_up = time.monotonic() + THREAD_START_S
@@ -346,9 +354,8 @@ class ThreadGuard(Interrupts):
         return self._at_hand == NOTHING
 
     @property
-    def is_delicate(self) -> bool:
-        """Whether its thread is where nothing should be raised, such as in an import."""
-        return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
+    def _is_delicate(self) -> bool:
+        return self._is_armed and _is_delicate(sys._current_frames().get(self._thread_id))
 
     def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
         """Whether this slice is running, interrupted or not."""
@@ -391,20 +398,14 @@ def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
 # --- time limits of the backend "inline" ----------------------------------------------------------
 
 
-AGAIN_S = 0.05
-"""The pause between two tries to interrupt [s]."""
-
-
 class TimeLimit:
     """A context in which code may run for a limited time.
 
     Args:
         timeout_s: The limit [s].
         grace_s: How long the code has to end then [s].
-        on_over: Called when the time is up, before anything is interrupted. Like the next two, in
-            another thread.
-        interrupt: Interrupts the code from another thread, if that is possible just now; returns
-            whether it was done.
+        on_over: Called when the time is up, to interrupt the code. Like the next one, in another
+            thread.
         on_late: Called once if the code still runs after the grace.
         on_signal: Called in the main thread, if the code runs there, to interrupt it.
     """
@@ -414,13 +415,11 @@ class TimeLimit:
         timeout_s: float,
         grace_s: float,
         on_over: Callable[[], object],
-        interrupt: Callable[[], bool],
         on_late: Callable[[], object],
         on_signal: Callable[[FrameType | None], object],
     ) -> None:
         self._grace_s = grace_s
         self._on_over = on_over
-        self._interrupt = interrupt
         self._on_late = on_late
         self._on_signal = on_signal
         self._is_over = False
@@ -453,9 +452,7 @@ class TimeLimit:
         self._is_over = True
         self._on_over()
         late_at: float | None = time.monotonic() + self._grace_s
-        is_done = False
         while not self._has_ended.is_set():
-            is_done = is_done or self._interrupt()
             if self._is_main:  # a signal also ends a `time.sleep`
                 signal.pthread_kill(self._thread_id, STOP_SIGNAL)
             if late_at is not None and time.monotonic() >= late_at:

@@ -64,7 +64,8 @@ class Surroundings(NamedTuple):
     (None: they stay here). `find_way` finds the pool's exchange if that is in this process.
     `folders` are those for checkpoints. `upkeep` watches the memory of the worker's GPU, `turns`
     lets items wait for their turn on it. `early` reports calls that last. `is_users_thread`: what
-    interrupts an item means the whole call; in a worker it is an error like any other.
+    interrupts an item means the whole call; in a worker it is an error like any other. `has_turn`:
+    whether no other thread of this process runs seeded items.
     """
 
     worker: WorkerInfo
@@ -79,6 +80,7 @@ class Surroundings(NamedTuple):
     turns: GpuTurns | None = None
     is_users_thread: bool = False
     early: HandBack | None = None
+    has_turn: Callable[[], bool] = lambda: True
 
     def is_interrupt(self, error: BaseException) -> bool:
         """Whether this ends the call, and not only its item."""
@@ -161,7 +163,11 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         fn = _with_folders(fn, note, here.folders)
     token, modes, streams = running.set(note), torch_modes(), capture.streams()
     try:
-        with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
+        with (
+            _generators_kept(own, here.has_turn)
+            if part.seed is not None
+            else contextlib.nullcontext()
+        ):
             _run_guarded(fn, items, own, part, here, result)
     except TaskCancelled:
         result.discard()
@@ -406,7 +412,7 @@ def _torch() -> Any:
 
 
 @contextlib.contextmanager
-def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
+def _generators_kept(own: Sequence[Generator], has_turn: Callable[[], bool]) -> Iterator[None]:
     """Restore all generators afterwards: in this process they may be the user's own."""
     import numpy as np
 
@@ -430,7 +436,8 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
     try:
         yield
     finally:
-        for set_state, state in states:
+        # not beneath another item: this thread may have been given up, and have lost its turn
+        for set_state, state in states if has_turn() else ():
             with contextlib.suppress(Exception):  # as above
                 set_state(state)
 

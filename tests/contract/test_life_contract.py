@@ -61,7 +61,10 @@ def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its
         marks.add(f"setup {where()}")
         sys.raypool_test_thing = "thing"  # type: ignore[attr-defined]
 
+    large = bytes(2**17)  # it travels in another way
+
     def teardown() -> None:
+        assert len(large) == 2**17
         marks.add(f"teardown {sys.raypool_test_thing}")  # type: ignore[attr-defined]
 
     with make_pool(2, setup=setup, teardown=teardown) as pool:
@@ -152,11 +155,27 @@ def test_of_a_pool_whose_setup_cannot_be_sent_nothing_is_left(
         assert not thread.is_alive(), thread.name
 
 
+@pytest.mark.processes
+def test_of_a_pool_whose_teardown_cannot_be_sent_nothing_is_left(make_pool: Any) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match="Cannot send the teardown"):
+        make_pool(1, teardown=lambda: lock)
+
+
 @pytest.mark.semantics
 @pytest.mark.threads
 def test_a_setup_that_exits(make_pool: Any) -> None:
     with pytest.raises(StartupError, match="initializer= raised SystemExit: 3"):
         make_pool(1, setup=lambda: sys.exit(3))
+
+
+@pytest.mark.threads
+def test_a_setup_in_a_thread_that_raises_what_ends_threads(make_pool: Any) -> None:
+    def setup() -> None:
+        raise KeyboardInterrupt("not from the keyboard")
+
+    with pytest.raises(StartupError, match="raised KeyboardInterrupt: not from the keyboard"):
+        make_pool(1, setup=setup)
 
 
 @pytest.mark.concurrent

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import operator
@@ -585,6 +586,42 @@ def test_an_item_that_cannot_be_seeded_fails_alone(
     results = pool.parfor(str, range(4), seed=1, chunk_size=4, on_error="collect")
     assert list(results) == ["0", "1", None, "3"]
     assert "device-side assert" in str(results.errors[2])
+
+
+@pytest.mark.threads
+def test_an_item_that_was_given_up_does_not_draw_for_the_next(make_pool: Any) -> None:
+    """As it ends at last, it must not put the generators back that another item uses."""
+    stuck: list[threading.Thread] = []
+    is_stuck, goes_on = threading.Event(), threading.Event()
+
+    def get_stuck(_: int) -> None:
+        stuck.append(threading.current_thread())
+        is_stuck.set()
+        goes_on.wait(300)
+
+    def train(last: threading.Thread | None) -> list[float]:
+        numbers = [random.random()]
+        goes_on.set()
+        if last is not None:
+            last.join(300)
+        return [*numbers, random.random()]
+
+    with make_pool(1) as pool:
+        [expected] = pool.parfor(train, [None], seed=1)
+        goes_on.clear()
+        other = make_pool(1, cancel_grace_s=0.1)
+
+        def loop() -> None:
+            with contextlib.suppress(CancelledError):
+                other.parfor(get_stuck, [0], seed=2)
+
+        looping = threading.Thread(target=loop)
+        looping.start()
+        assert is_stuck.wait(300)
+        other.cancel_all()
+        looping.join(300)
+        assert list(pool.parfor(train, stuck, seed=1)) == [expected]
+        other.delete()
 
 
 RNG = np.random.default_rng(0)

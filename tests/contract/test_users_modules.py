@@ -8,6 +8,7 @@ import importlib
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -153,3 +154,46 @@ def test_a_new_worker_that_imports_an_edited_module_is_warned_of(
 
     assert pool.options(fresh_process=True).parfeval(lab.train).result() == "edited"
     assert f"another version of the module {lab.__name__} than this process" in caplog.text
+
+
+def test_a_task_may_parse_the_options_of_the_script(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for epochs in ("5", "6"):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", epochs])
+        assert pool.submit(lambda: __import__("sys").argv).result(300) == sys.argv
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_an_import_in_a_thread_is_not_torn(
+    make_pool: Any, make_gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is cancelled meanwhile ends when the import has; other tasks, and the script
+    itself, can import the module.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    name, inside, goes_on = next(names), make_gate(), make_gate()
+    (tmp_path / f"{name}.py").write_text(f"""
+import time
+from pathlib import Path
+Path({str(inside.path)!r}).touch()
+while not Path({str(goes_on.path)!r}).exists():
+    time.sleep(0.01)
+whole = True
+""")
+
+    def use() -> None:
+        importlib.import_module(name)
+        while True:
+            time.sleep(0.01)
+
+    with make_pool(2, cancel_grace_s=300) as pool:
+        future = pool.submit(use)
+        inside.wait()
+        assert future.cancel()
+        # the driver has passed the cancellation on before it handed out this
+        assert pool.submit(abs, -1).result(300) == 1
+        goes_on.open()
+        assert importlib.import_module(name).whole
+    del sys.modules[name]

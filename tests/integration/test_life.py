@@ -478,44 +478,58 @@ def test_a_kernel_without_process_descriptors(run_python: Any, tmp_path: Path) -
     )
 
 
+END_SLOWLY = """
+    import ray
+
+    def end_slowly(notice):
+        # Shut Ray down; its core has ended, but it has not said so yet, while `notice` runs.
+        class SlowlyEnding:
+            def __init__(self, core):
+                self.core = core
+
+            def __getattr__(self, name):
+                return getattr(self.core, name)
+
+            def shutdown_driver(self):
+                self.core.shutdown_driver()
+                notice()
+
+        worker = ray._private.worker.global_worker
+        worker.core_worker = SlowlyEnding(worker.core_worker)
+        ray.shutdown()
+"""
+
+
 def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended
     and it has not said so yet.
     """
-    run_python("""
+    run_python(
+        END_SLOWLY
+        + """
     import threading, time
     from raypool import parpool
-    import ray
 
     pool = parpool(2, quiet=True)
     future = pool.submit(time.sleep, 600)
-    held_open = threading.Event()
 
-    class SlowlyEnding:
-        def __init__(self, core):
-            self.core = core
+    def notice():
+        assert future.exception(timeout=300) is not None
+        assert not threading.Event().wait(0.5)  # whoever noticed has the time to drop what it held
 
-        def __getattr__(self, name):
-            return getattr(self.core, name)
-
-        def shutdown_driver(self):
-            self.core.shutdown_driver()
-            assert future.exception(timeout=300) is not None
-            assert not held_open.wait(0.5)  # whoever noticed has the time to drop what it held
-
-    worker = ray._private.worker.global_worker
-    worker.core_worker = SlowlyEnding(worker.core_worker)
-    ray.shutdown()
+    end_slowly(notice)
     pool.delete()
-    """)
+    """
+    )
 
 
 def test_calls_that_are_overtaken_by_the_end_of_ray_start_no_other_ray(run_python: Any) -> None:
     """A call of the pool's, made when Ray was still there, reaches Ray when it has ended."""
-    run_python("""
+    run_python(
+        END_SLOWLY
+        + """
     import itertools, threading, time
     from raypool import parpool
-    import ray
     from ray.actor import ActorMethod
 
     def talk():
@@ -541,25 +555,16 @@ def test_calls_that_are_overtaken_by_the_end_of_ray_start_no_other_ray(run_pytho
     for event in late.values():
         assert event.wait(300)
 
-    class SlowlyEnding:
-        def __init__(self, core):
-            self.core = core
+    def notice():
+        ended.set()
+        for future in (talking, sent):
+            assert "Ray was shut down" in str(future.exception(timeout=300))
 
-        def __getattr__(self, name):
-            return getattr(self.core, name)
-
-        def shutdown_driver(self):
-            self.core.shutdown_driver()
-            ended.set()
-            for future in (talking, sent):
-                assert "Ray was shut down" in str(future.exception(timeout=300))
-
-    worker = ray._private.worker.global_worker
-    worker.core_worker = SlowlyEnding(worker.core_worker)
-    ray.shutdown()
+    end_slowly(notice)
     pool.delete()
     assert not ray.is_initialized()
-    """)
+    """
+    )
 
 
 def test_under_uv_run_tasks_write_into_the_folder_of_the_script(

@@ -103,6 +103,10 @@ class RayBackend:
     """
 
     def __init__(self, profile: Profile, post: Post, hub: Hub, traffic: Traffic) -> None:
+        # first: it may fail, and what follows starts threads. None or one, and in a tuple: Ray
+        # would open a large one if it were an argument itself.
+        teardowns = () if profile.teardown is None else (profile.teardown,)
+        self._teardowns = tuple(packing.pack(each, "the teardown") for each in teardowns)
         self._profile = profile
         self._post = post
         self._hub = hub
@@ -135,9 +139,6 @@ class RayBackend:
             self._cards = SharedGpus(
                 self._placement, self.take_in, post, None if profile.mps else ask
             )
-        self._teardown = (
-            packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
-        )
         # the newest of the driver's modules that a function came with
         self._project: Snapshot | None = None
         self._warned: set[tuple[str, ...]] = set()
@@ -293,7 +294,7 @@ class RayBackend:
 
         if is_free:
             with unless_ended(self._is_up):
-                self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardown), end)
+                self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardowns), end)
                 return
         end()
 

@@ -441,12 +441,16 @@ class PoolWorker:
             used = self._used_bytes = self._process.memory_info().rss
         self._used_bytes = min(self._used_bytes, used)
 
-    def wind_up(self, teardown: Packed | None) -> str | None:
+    def wind_up(self, teardowns: Sequence[Packed]) -> str | None:
         """Clean up constants and call the teardown; return the traceback of a failure."""
         problems = []
+
+        def tear_down() -> None:
+            for teardown in teardowns:
+                unpack(teardown)()
+
         try:
-            # each, whatever the other raises
-            for chore in (discard_all, lambda: teardown is not None and unpack(teardown)()):
+            for chore in (discard_all, tear_down):  # each, whatever the other raises
                 try:
                     set_up([chore], self._info)
                 except (Exception, SystemExit) as error:  # the driver warns of it
