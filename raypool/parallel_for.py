@@ -341,13 +341,11 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         if number < 0:
             raise InvalidValueError(f"items must be at least 0, not {number}.")
         return range(number)
-    if hasattr(items, "columns"):
-        if hasattr(items, "to_dicts"):  # of polars
-            return items.to_dicts()  # type: ignore[no-any-return]
-        if hasattr(items, "to_dict"):  # of pandas
-            return FrameRows(items)
+    if (rows := _table_rows(items)) is not None:
+        return rows
     if isinstance(items, (list, tuple, range)):
-        return items
+        # a copy: the user may sort or extend a list before the results are read
+        return list(items) if isinstance(items, list) else items
     if isinstance(items, (str, bytes, Mapping)):
         pairs = ".items()" if isinstance(items, Mapping) else ""
         raise InvalidTypeError(
@@ -365,6 +363,18 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         ) from None
     # a set or an array has an end: then the number of items is known from the beginning
     return list(iterator) if hasattr(items, "__len__") else iterator
+
+
+def _table_rows(items: Any) -> list[Any] | None:
+    """Return the rows of a table or a tensor; None if it is neither."""
+    if hasattr(items, "columns"):
+        if hasattr(items, "to_dicts"):  # of polars
+            return items.to_dicts()  # type: ignore[no-any-return]
+        if hasattr(items, "to_dict"):  # of pandas
+            return FrameRows(items)
+    if hasattr(items, "untyped_storage") and items.ndim:  # of torch
+        return [row.clone() for row in items]  # else each would travel with the whole tensor
+    return None
 
 
 def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
@@ -420,6 +430,14 @@ def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int
     for index, item in enumerate(items, first):
         if type(item) not in PLAIN:
             backend.pack(item, f"item {index} of {label}", is_trial=True)
+
+
+def _most_workers(spec: TaskSpec, there: int) -> int:
+    """Return how many of the pool's workers a loop may use at once, at least 1."""
+    if spec.places is not None:
+        there = len(spec.places)
+    most = there if spec.max_workers is None else min(there, spec.max_workers)
+    return max(1 if spec.place is not None else most, 1)
 
 
 class LoopRun:
@@ -533,7 +551,7 @@ class LoopRun:
                 lambda: (
                     work.is_done
                     or len(work.items) - work.num_settled
-                    < LOOK_AHEAD * max(driver.scheduler.workers.size, 1)
+                    < LOOK_AHEAD * _most_workers(spec, driver.scheduler.workers.size)
                 )
             )
             self._fold_in_time()

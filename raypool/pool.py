@@ -831,7 +831,7 @@ class PoolView(concurrent.futures.Executor):
             raise
         if forget is not None:  # no later worker makes a call that has failed
             called.add_done_callback(
-                lambda done: forget() if done.cancelled() or done.exception() else None
+                lambda _: forget() if called.cancelled() or called.error is not None else None
             )
         return called
 
@@ -1529,10 +1529,12 @@ class PoolPart(StaffedView):
         """
         self._is_over = True
         works = self._works()
-        for task_id, work in works:
-            if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
-                self._cancel(task_id, work)
         driver = self._engine.driver
+        tasks = driver.scheduler.backlog.tasks
+        for task_id, work in works if cancel_futures else ():
+            task = tasks.get(task_id)  # None: it has not arrived there yet
+            if not isinstance(work.holder, Future) or task is None or task.has_more:
+                self._cancel(task_id, work)
         # a task, or the callback of a future, would wait for itself
         if wait and not (in_task() or driver.is_own_thread or driver.is_forked):
             concurrent.futures.wait(
@@ -1611,7 +1613,7 @@ class ParallelPool(StaffedView):
             counts.finished,
             counts.failed,
             counts.cancelled,
-            sum(task.waiting for task in tasks),
+            sum(task.waiting + task.items_resting for task in tasks),
             sum(task.items_in_flight for task in tasks),
             counts.attempts,
             counts.workers_lost,

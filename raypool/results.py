@@ -913,10 +913,7 @@ def _columns(
     """Spread entries over columns by key, with empty cells for those that are missing."""
     pairs = list(zip(entries, are_there, strict=True))
     rows = [fields_of(entry) if is_there else {} for entry, is_there in pairs]
-    known = [row for row in rows if row is not None]
-    if not any(are_there) or len(known) < len(rows):  # not all have keys: one column
-        name = _free(single, taken, prefix)
-        return {name: [entry if is_there else None for entry, is_there in pairs]}
+    known = [row or {} for row in rows]
     columns: dict[str, list[Any]] = {}
     keys = dict.fromkeys(itertools.chain.from_iterable(known))
     renamed: dict[str, str] = {}
@@ -928,6 +925,10 @@ def _columns(
         name = renamed.get(own, own)
         earlier = columns.get(name, itertools.repeat(None))  # two keys, such as 1 and "1"
         columns[name] = [row.get(key, cell) for row, cell in zip(known, earlier, strict=False)]
+    odd = [entry if row is None else None for entry, row in zip(entries, rows, strict=True)]
+    is_plain = not keys and (None in rows or not any(are_there))
+    if is_plain or any(entry is not None for entry in odd):
+        columns[_free(single, {*taken, *columns}, prefix)] = odd
     return columns
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,11 +28,11 @@ Config = dict[str, Any]
 def read_configs(path: Path) -> list[Config]:
     r"""Return the configurations in a file, each a dict.
 
-    Of a CSV file, which is read by pandas, the first line names the columns, and each further line
-    is a configuration. A column becomes integers, numbers or booleans if all its cells can, else
-    text. An empty cell is None; a line with too few cells is an error. In JSON lines each line is
-    an object. A YAML file is a list of mappings, with the numbers of YAML 1.2: 1e-3 is one, 1:30
-    is text.
+    Of a CSV file, the first line names the columns, and each further line is a configuration. A
+    column becomes numbers or booleans if all its cells can, else text; a number without a point or
+    an exponent is an integer. An empty cell is None; a line with too few cells is an error. In JSON
+    lines each line is an object. A YAML file is a list of mappings, with the numbers of YAML 1.2:
+    1e-3 is one, 1:30 is text.
 
     Args:
         path: The file; its name ends in .csv, .jsonl, .yaml or .yml.
@@ -63,33 +63,9 @@ def read_configs(path: Path) -> list[Config]:
 
 
 def _from_csv(text: str, name: str) -> list[Config]:
-    import pandas as pd
-
-    header = _check_table(text, name)
-    if not header:
-        return []
-    frame = pd.read_csv(
-        io.StringIO(text),
-        names=header,
-        header=0,
-        index_col=False,
-        skipinitialspace=True,
-        keep_default_na=False,
-        na_values=["", "nan", "NaN"],  # else one of them would make a column of numbers text
-        dtype_backend="numpy_nullable",
-    )
-    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    # pandas leaves "" among integers that are too large for its types
-    return [
-        {str(key): None if value == "" else value for key, value in row.items()} for row in rows
-    ]
-
-
-def _check_table(text: str, name: str) -> list[str]:
-    """Return the names of the columns, after a check that each line has a cell for each."""
-    # pandas does not mind missing or extra cells.
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     header: list[str] = []
+    rows = []
     try:
         for row in filter(None, reader):
             place = f"{name}, line {reader.line_num}"
@@ -103,11 +79,42 @@ def _check_table(text: str, name: str) -> list[str]:
                 raise InvalidValueError(
                     f"{place}: {len(row)} cells for {len(header)} columns. {hint}"
                 )
+            else:
+                rows.append(row)
     except csv.Error as error:
         raise InvalidValueError(
             f"{name}, line {reader.line_num}: this is not valid CSV: {error}."
         ) from None
-    return header
+    columns = map(_typed, zip(*rows, strict=True))
+    return [dict(zip(header, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+BOOLEANS = {"true": True, "false": False}
+
+INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # Python refuses to read longer ones
+NUMBER = re.compile(
+    r"[+-]?([0-9]{1,4000}(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?inf(inity)?", re.IGNORECASE
+)
+
+
+def _typed(cells: Sequence[str]) -> list[Any]:
+    """Return the cells of a column as booleans or numbers if all can be; None for empty ones."""
+    plain = [cell.strip().lower() for cell in cells]
+    filled = [cell for cell in plain if cell not in ("", "nan")]
+    read: Callable[[str], Any] | None = None
+    if all(cell in BOOLEANS for cell in filled):
+        read = BOOLEANS.__getitem__
+    elif all(map(NUMBER.fullmatch, filled)):
+        # each by itself: a run that continues with more lines knows the others by their values
+        read = _number
+    return [
+        None if key in ("", "nan") else cell if read is None else read(key)
+        for cell, key in zip(cells, plain, strict=True)
+    ]
+
+
+def _number(cell: str) -> float:
+    return int(cell) if INTEGER.fullmatch(cell) else float(cell)
 
 
 def _checked_header(header: list[str], place: str) -> list[str]:

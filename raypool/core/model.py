@@ -324,6 +324,11 @@ class Task:
         return self.size - self.settled - self.items_in_flight - self.items_resting
 
     @property
+    def has_more(self) -> bool:
+        """Whether some of it has still to begin, for the first time or again."""
+        return bool(self.waiting or self.items_resting or self.is_open)
+
+    @property
     def is_ready(self) -> bool:
         """Whether one more slice could be dispatched."""
         limit = self.spec.max_workers

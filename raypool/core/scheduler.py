@@ -408,8 +408,7 @@ class Scheduler:
             return
         self.state = PoolState.CLOSING
         for task in list(self.backlog.tasks.values()):
-            is_queued = task.waiting or task.items_resting or task.is_open
-            if event.cancel_running or (event.cancel_queued and is_queued):
+            if event.cancel_running or (event.cancel_queued and task.has_more):
                 self.outcomes.end(task, TaskState.CANCELLED)
 
     def _close_if_done(self) -> None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
@@ -346,18 +347,20 @@ class Driver:
             self._carry_out(command, turn)
         if turn.missed:
             # they run again, unless the scheduler has settled them just now
-            settled = [
+            settled = sorted(
                 command.items
                 for command in commands
                 if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))
-            ]
+            )
             for piece, why in turn.missed:
                 work = self.works.get(piece.task_id)
-                if work is not None and not any(
-                    piece.task_id == items.task_id
-                    and piece.start < items.stop
-                    and items.start < piece.stop
-                    for items in settled
+                # the last that begins before its end: they do not overlap
+                number = bisect_left(settled, piece._replace(start=piece.stop)) - 1
+                before = settled[number] if number >= 0 else None
+                if work is not None and not (
+                    before is not None
+                    and before.task_id == piece.task_id
+                    and before.stop > piece.start
                 ):
                     work.miss(piece, turn.worker, why)
 

@@ -29,8 +29,23 @@ MOST_SHOWN = 16
 """Of a call with more items than this, watchers see the first ones."""
 
 
+COPIES = {
+    **dict.fromkeys(
+        ["builtins.dict", "builtins.list", "builtins.set", "builtins.bytearray", "numpy.ndarray"],
+        "copy",
+    ),
+    "torch.Tensor": "clone",
+}
+"""The method that copies an object of a type, though not what a container has in it."""
+
 CALLS_KEPT = 3
 """Of each worker: the call that has just come back, the one that it is at, and the next one."""
+
+
+def _own(item: Any) -> Any:
+    """Return a copy of an item that a generator may yield again, changed."""
+    how = COPIES.get(f"{type(item).__module__}.{type(item).__name__}")
+    return item if how is None else getattr(item, how)()
 
 
 class Segment(NamedTuple):
@@ -218,6 +233,7 @@ class LoopWork:
     def append(self, item: Any) -> int:
         """Take one more item, without queueing it; return its number."""
         items = cast("list[Any]", self.items)
+        item = _own(item)
         if self.home is not None:
             self.keys.append(self._name(item, len(items)))
         items.append(item)

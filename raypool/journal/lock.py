@@ -86,6 +86,8 @@ class RunLock:
                 try:
                     note = json.loads(os.pread(self._descriptor, 4096, 0))
                     holder = f"process {note['pid']} on {note['host']}, since {note['since']}"
+                    if (note["pid"], note["host"]) == (os.getpid(), socket.gethostname()):
+                        holder = f"another call in this process, since {note['since']}"
                 except (OSError, ValueError, KeyError, TypeError):
                     holder = "another process"
                 raise JournalError(

@@ -60,11 +60,11 @@ THREAD_START = inspect.unwrap(threading.Thread.start).__code__
 THREAD_START_S = 10.0
 """How long a thread that a task makes has to begin [s]."""
 
-AGAIN_S = 0.05
-"""The pause between two tries to interrupt [s]."""
-
 NOW = 0.0
 """A deadline that has passed."""
+
+AGAIN_S = 0.05
+"""The pause between two tries to interrupt [s]."""
 
 
 class Terminated(SystemExit):

@@ -588,6 +588,39 @@ def test_an_item_that_cannot_be_seeded_fails_alone(
     assert "device-side assert" in str(results.errors[2])
 
 
+def test_items_are_those_of_the_call_whatever_becomes_of_the_list(pool: ParallelPool) -> None:
+    items = [3, 1, 2]
+    results = pool.parfor(abs, items)
+    items.sort()
+    items.append(4)
+    assert results.to_frame()[["item", "value"]].values.tolist() == [[3, 3], [1, 1], [2, 2]]
+
+
+@pytest.mark.threads
+@pytest.mark.quick
+def test_a_generator_may_yield_the_same_object_again_changed(pool: ParallelPool) -> None:
+    config, batch = {"lr": 0}, np.zeros(2)
+
+    def configs() -> Iterator[dict[str, int]]:
+        for config["lr"] in range(8):
+            yield config
+
+    def batches() -> Iterator[Any]:
+        for batch[:] in range(8):
+            yield batch
+
+    assert list(pool.parfor(lambda config: config["lr"], configs())) == list(range(8))
+    assert list(pool.parfor(lambda batch: batch.sum(), batches())) == list(range(0, 16, 2))
+
+
+@pytest.mark.processes
+def test_a_row_of_a_tensor_travels_alone(pool: ParallelPool) -> None:
+    import torch
+
+    stored = pool.parfor(lambda row: row.untyped_storage().nbytes(), torch.ones(100, 2))
+    assert set(stored) == {8}
+
+
 @pytest.mark.threads
 def test_an_item_that_was_given_up_does_not_draw_for_the_next(make_pool: Any) -> None:
     """As it ends at last, it must not put the generators back that another item uses."""

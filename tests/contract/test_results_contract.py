@@ -235,8 +235,13 @@ def test_configurations_and_values_of_other_kinds(pool: ParallelPool) -> None:
         assert list(frame.columns) == ["lr", "depth", "result_lr", "result_depth", *RUN], kind
         assert list(frame["result_lr"]) == [1.0], kind
 
-    mixed = pool.parfor(lambda x: {"a": x} if x else None, [0, 1]).to_frame()
-    assert list(mixed["value"]) == [None, {"a": 1}]
+    skipped = pool.parfor(lambda x: {"a": x} if x else None, [0, 1, 2]).to_frame()
+    assert list(skipped.columns) == ["item", "a", *RUN]
+    assert skipped["a"].fillna(0).tolist() == [0, 1, 2]
+
+    mixed = pool.parfor(lambda x: {"a": x} if x else "none", [0, 1]).to_frame()
+    assert list(mixed.columns) == ["item", "a", "value", *RUN]
+    assert mixed["value"].fillna("").tolist() == ["none", ""]
 
     uneven = pool.parfor(lambda x: {"a": 1} if x else {"b": 2}, [0, 1]).to_frame()
     assert list(uneven.columns) == ["item", "b", "a", *RUN]

@@ -296,7 +296,7 @@ def test_another_function_and_another_seed_are_refused(tmp_path):
 
 
 def test_the_second_driver_is_refused(tmp_path):
-    with open_one(tmp_path), pytest.raises(JournalError, match="is in use by process"):
+    with open_one(tmp_path), pytest.raises(JournalError, match="is in use by another call"):
         open_one(tmp_path)
 
 

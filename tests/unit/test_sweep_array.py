@@ -116,7 +116,7 @@ def test_parts_are_one_run(
 
     configs.write_text("name\na\nb\nc\n")
     lock = RunLock(folder / "run/parts/0")  # as while the task runs
-    assert "parts/0 is in use by process" in sweep("names.csv", "--profile", "inline").stderr
+    assert "parts/0 is in use by another call" in sweep("names.csv", "--profile", "inline").stderr
     lock.release()
     (folder / "queue").write_text("7_0\n7_1\n")
     refused = submitted()

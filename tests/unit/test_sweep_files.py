@@ -37,11 +37,19 @@ def test_cells_become_what_all_of_their_column_can_be(write: Write) -> None:
     configs = read(write, "a.csv", "n,lr,on,name,mixed\n1,1e-3,true,cnn,1\n2,1,False,NA,two\n")
     assert configs == [
         {"n": 1, "lr": 0.001, "on": True, "name": "cnn", "mixed": "1"},
-        {"n": 2, "lr": 1.0, "on": False, "name": "NA", "mixed": "two"},
+        {"n": 2, "lr": 1, "on": False, "name": "NA", "mixed": "two"},
     ]
     assert [list(map(type, config.values())) for config in configs] == [
-        [int, float, bool, str, str]
-    ] * 2
+        [int, kind, bool, str, str] for kind in (float, int)
+    ]
+
+
+def test_one_more_number_changes_none_of_the_others(write: Write) -> None:
+    """A sweep that continues knows its items by their values and types."""
+    few, more = "lr\n1\n2\n", f"lr\n1\n2\n0.5\n{10**30}\n-inf\n"
+    configs = read(write, "a.csv", more)
+    assert configs[:2] == read(write, "a.csv", few)
+    assert [repr(config["lr"]) for config in configs] == ["1", "2", "0.5", str(10**30), "-inf"]
 
 
 def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -> None:
@@ -55,7 +63,7 @@ def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -
 
 def test_a_missing_number_makes_no_text_of_a_column(write: Write) -> None:
     configs = read(write, "a.csv", f"lr,seed\n0.1,{2**64 - 1}\nnan,\n")
-    assert configs == [{"lr": 0.1, "seed": str(2**64 - 1)}, {"lr": None, "seed": None}]
+    assert configs == [{"lr": 0.1, "seed": 2**64 - 1}, {"lr": None, "seed": None}]
 
 
 TABLES = [
