@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task
+from raypool import Future, InvalidTypeError, InvalidValueError, ParallelPool, current_task
 
 pytestmark = [pytest.mark.semantics]
 
@@ -73,13 +73,20 @@ def test_an_item_waits_before_it_runs_again(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_a_call_that_waits_can_be_cancelled(pool: ParallelPool, eventually: Any) -> None:
+def test_a_call_that_waits_to_run_again_is_queued(pool: ParallelPool, eventually: Any) -> None:
+    """It can be cancelled, by itself or with all that is queued in its part of the pool."""
+
     def fail() -> None:
         raise ConnectionError("not yet")
 
-    future = pool.options(retry_on=ConnectionError, retry_delay_s=200).parfeval(fail)
-    assert eventually(lambda: future.attempts == 1 and pool.statistics().running == 0)
-    assert future.cancel()
+    part, _ = pool.partition(workers=[0])
+    patient = part.options(retry_on=ConnectionError, retry_delay_s=200)
+    for cancel in (Future.cancel, lambda _: part.delete()):
+        future = patient.parfeval(fail)
+        assert eventually(lambda: future.attempts == 1 and pool.statistics().running == 0)  # noqa: B023
+        assert pool.statistics().queued == 1
+        cancel(future)
+        assert future.cancelled()
     assert pool.parfeval(abs, -1).result(300) == 1
 
 

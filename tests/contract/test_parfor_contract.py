@@ -258,6 +258,25 @@ def test_an_endless_generator_is_drawn_only_a_little_ahead(
     assert eventually(lambda: not pool.busy), "what ran beside the failing item goes on"
 
 
+@pytest.mark.threads
+def test_a_generator_is_drawn_ahead_for_the_workers_of_the_loop_only(pool: ParallelPool) -> None:
+    finished: list[int] = []
+    ahead: list[int] = []
+
+    def count_up() -> Iterator[int]:
+        for number in range(100):
+            ahead.append(number - len(finished))
+            yield number
+
+    def train(number: int) -> None:
+        while number == 0 and len(ahead) < 16:
+            time.sleep(0.01)
+        finished.append(number)
+
+    pool.parfor(train, count_up(), max_workers=1)
+    assert max(ahead) == 15
+
+
 @pytest.mark.concurrent
 def test_a_slow_generator_is_not_waited_for(
     pool: ParallelPool, marks: Any, eventually: Any

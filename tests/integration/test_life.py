@@ -515,7 +515,7 @@ def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
 
     def notice():
         assert future.exception(timeout=300) is not None
-        assert not threading.Event().wait(0.5)  # whoever noticed has the time to drop what it held
+        time.sleep(0.5)  # other threads drop their references now
 
     end_slowly(notice)
     pool.delete()
