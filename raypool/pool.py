@@ -1624,7 +1624,7 @@ class ParallelPool(StaffedView):
         """Give the pool this many workers.
 
         New workers are running on return. A smaller pool releases idle workers first; a busy one
-        ends after its current work.
+        ends after its current work, unless the pool is to be larger again by then.
 
         Raises:
             ResourceError: Too few are available; the pool is not changed.

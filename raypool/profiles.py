@@ -46,8 +46,8 @@ BACKENDS = ("ray", "threads", "inline")
 SLACK = -0.01, 0.02
 """How far rounded fractions may be over or under a whole GPU: 0.33 is a third, 0.167 a sixth."""
 
-LEAST_GPUS = 0.0001
-"""The smallest part of a GPU that Ray counts."""
+LEAST_SHARE = 0.0001
+"""The smallest part of a GPU or a core that Ray counts."""
 
 LABEL_WORD = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
 """A name or a value; a name may have a prefix, a domain and a slash."""
@@ -210,22 +210,8 @@ class WorkerResources:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "cpus", "memory_bytes"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            number = real_number(value)
-            if number is None:
-                raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
-            object.__setattr__(self, name, number)
-            if not number >= 0:  # not `< 0`: NaN is refused, too
-                raise InvalidValueError(
-                    f"WorkerResources({name}={value!r}) is negative. Use 0 or more, or leave it"
-                    " out."
-                )
-            if number == math.inf:
-                raise InvalidValueError(
-                    f"WorkerResources({name}={value!r}) is infinite. Use a number, or leave it out."
-                )
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _checked_amount(name, value))
         if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
             raise InvalidTypeError(
                 f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such"
@@ -238,11 +224,6 @@ class WorkerResources:
             raise InvalidValueError(
                 f"WorkerResources(gpus={gpus}) would take part of a second GPU, which Ray cannot"
                 " do. Use an integer, or a fraction below 1."
-            )
-        if 0 < gpus < LEAST_GPUS:
-            raise InvalidValueError(
-                f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray"
-                " counts."
             )
         # the rest of a GPU would be held, and idle
         if 0 < gpus < 1 and not SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
@@ -257,6 +238,26 @@ class WorkerResources:
     def workers_per_gpu(self) -> int:
         """How many such workers one GPU takes."""
         return round(1 / self.gpus) if self.gpus and self.gpus < 1 else 1
+
+
+def _checked_amount(name: str, value: Any) -> float:
+    number = real_number(value)
+    if number is None:
+        raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
+    if not number >= 0:  # not `< 0`: NaN is refused, too
+        raise InvalidValueError(
+            f"WorkerResources({name}={value!r}) is negative. Use 0 or more, or leave it out."
+        )
+    if number == math.inf:
+        raise InvalidValueError(
+            f"WorkerResources({name}={value!r}) is infinite. Use a number, or leave it out."
+        )
+    if 0 < number < LEAST_SHARE:
+        raise InvalidValueError(
+            f"WorkerResources({name}={value!r}) is less than {LEAST_SHARE}, the least that Ray"
+            " counts. Use more, or 0."
+        )
+    return number
 
 
 def _check_texts(name: str, mapping: Any, kind: str) -> None:

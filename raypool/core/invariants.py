@@ -67,8 +67,9 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
     assert occupied == {w.worker_id: w.place for w in workers.by_id.values()}, (
         "not one live worker in each place"
     )
-    for marked in (workers.retiring, workers.spent, *_waiting_lists(workers)):
-        assert marked.keys() <= workers.by_id.keys(), "a list names a worker that is gone"
+    marked = [workers.retiring.keys(), workers.spent.keys()]
+    for numbers in (*marked, *(each.keys() for each in _waiting_lists(workers))):
+        assert numbers <= workers.by_id.keys(), "a list names a worker that is gone"
     assert workers.streaks.keys() <= workers.places.keys(), "a place is gone, its failures are not"
     assert workers.holds.keys() <= workers.streaks.keys(), "a place is held without a failure"
     for number in workers.held:

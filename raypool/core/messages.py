@@ -162,7 +162,8 @@ class TimerFired(NamedTuple):
 class ResizeRequested(NamedTuple):
     """The pool got new places (`add`), or has to give back these (`leave`), or all but `size`.
 
-    Of `leave`, places with tasks that are bound to their worker stay.
+    Of `leave`, places with tasks that are bound to their worker stay. If there are fewer than
+    `size`, workers that an earlier `size` lets go, and that have not ended, stay.
     """
 
     add: tuple[int, ...] = ()

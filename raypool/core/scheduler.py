@@ -392,12 +392,13 @@ class Scheduler:
         self._let_go([worker for worker in named if worker.worker_id not in staying])
         if event.size is not None:
             # counted here: workers may have gone since the request
-            excess = max(self.workers.size - event.size, 0)
-            self._let_go(self.workers.least_needed(excess))
+            excess = self.workers.size - event.size
+            self._let_go(self.workers.least_needed(max(excess, 0)), may_stay=True)
+            self.workers.keep(max(-excess, 0))
 
-    def _let_go(self, workers: list[Worker]) -> None:
+    def _let_go(self, workers: list[Worker], *, may_stay: bool = False) -> None:
         for worker in workers:
-            self.workers.retire(worker)
+            self.workers.retire(worker, may_stay=may_stay)
             if not worker.attempts:
                 self._out += self.workers.stop(worker)
 

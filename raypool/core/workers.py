@@ -50,8 +50,8 @@ class Workers:
         # slowly after many removals at its front.
         self.prefetch: WaitingList = OrderedDict()
         self.parked: WaitingList = {}  # without a process, until there is work
-        # beside the lists: end after what they are running
-        self.retiring: dict[int, None] = {}
+        # beside the lists: end after what they are running; whether a larger pool keeps them
+        self.retiring: dict[int, bool] = {}
         # likewise: to be replaced, as soon as they run nothing and nothing is bound to them
         self.spent: dict[int, None] = {}
         # gangs that collect their workers, by task; no two want one place
@@ -91,9 +91,7 @@ class Workers:
         """Add a place and start a worker there."""
         place = self.places[place_id] = Place(place_id)
         worker = self._hire(place)
-        for lane in self.lanes.values():
-            if isinstance(lane.key, tuple) and place_id in lane.key:
-                self._join_lane(lane, place)
+        self._join_lanes(place)
         return self.launch(worker, now)
 
     def launch(self, worker: Worker, now: float) -> list[Command]:
@@ -157,13 +155,23 @@ class Workers:
                 commands += self.launch(self.renew(worker), now)
         return commands
 
-    def retire(self, worker: Worker, leaving: Departure | None = None) -> None:
+    def retire(
+        self, worker: Worker, leaving: Departure | None = None, *, may_stay: bool = False
+    ) -> None:
         """Give a worker no more calls; `leaving`: the reason, unless the user wants it."""
         place = self.places[worker.place]
         self.move(worker, None)
-        self.retiring[worker.worker_id] = None
+        self.retiring[worker.worker_id] = may_stay
         place.leaving = leaving
         self._withdraw(place, LossReason.EXIT if leaving is None else leaving.reason)
+
+    def keep(self, count: int) -> None:
+        """Keep up to this many workers that were to go, and still have calls."""
+        going = [number for number, may_stay in self.retiring.items() if may_stay]
+        for worker in [self.by_id[number] for number in going[:count]]:
+            del self.retiring[worker.worker_id]
+            self._join_lanes(self.places[worker.place])
+            self.offer_ahead(worker, next(reversed(worker.attempts.values())))
 
     def stop(self, worker: Worker) -> list[Command]:
         """End a worker, and give its place back."""
@@ -336,6 +344,11 @@ class Workers:
             for place in lane.places:
                 del self.places[place].lanes[lane.key]
             del self.lanes[lane.key]
+
+    def _join_lanes(self, place: Place) -> None:
+        for lane in self.lanes.values():
+            if isinstance(lane.key, tuple) and place.place in lane.key:
+                self._join_lane(lane, place)
 
     def _join_lane(self, lane: Lane, place: Place) -> None:
         lane.places[place.place] = None

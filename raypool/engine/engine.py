@@ -40,6 +40,7 @@ from raypool.errors import (
     InvalidValueError,
     PoolBrokenError,
     PoolClosedError,
+    ResourceError,
     SerializationError,
     StartupError,
 )
@@ -332,12 +333,17 @@ class Engine:
             StartupError: One did not start.
         """
         with self._sizing() as size:
-            more = num_workers - size
-            if more > 0:
-                self.add_workers(more, more)
-            elif more < 0:
+            workers = self.driver.scheduler.workers
+            if num_workers < size or workers.retiring:  # some of these may stay
                 self.driver.post(ResizeRequested(size=num_workers))
                 self.driver.barrier()  # `num_workers` is the new size on return
+            more = num_workers - workers.size
+            if more > 0:
+                try:
+                    self.add_workers(more, more)
+                except ResourceError:
+                    self.driver.post(ResizeRequested(size=size))
+                    raise
 
     def grow(self, most: int) -> None:
         """Give the pool this many workers, or on Ray as many as fit; return when they have started.

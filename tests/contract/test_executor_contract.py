@@ -610,6 +610,25 @@ def test_a_busy_worker_ends_after_what_it_is_running(
         check_pool(pool)
 
 
+@pytest.mark.threads
+def test_a_busy_worker_that_was_to_go_stays_in_a_pool_that_grows_again(
+    make_pool: Any, make_gate: Any, eventually: Any, check_pool: Any
+) -> None:
+    gates = [make_gate(), make_gate()]
+    with make_pool(2) as pool:
+        before = [worker.index for worker in pool.workers]
+        futures = [pool.submit(gate.wait) for gate in gates]
+        assert eventually(lambda: all(future.running() for future in futures))
+        pool.resize(1)
+        pool.resize(2)
+        assert [worker.index for worker in pool.workers] == before
+        for gate in gates:
+            gate.open()
+        assert raypool.wait(futures, 300)
+        check_pool(pool)
+        assert [worker.index for worker in pool.workers] == before
+
+
 @pytest.mark.everywhere
 def test_the_workers_of_a_pool(pool: ParallelPool, make_pool: Any) -> None:
     import os

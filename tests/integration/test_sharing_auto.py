@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raypool import current_task, parpool
+from raypool import ResourceError, current_task, parpool
 from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
@@ -125,6 +126,19 @@ def test_waiting_for_the_card_can_be_cancelled(
         assert neighbour.result() == GIBIBYTE
         # alone again, in a process that began with a fourth of the memory
         assert pool.options(fresh_process=True).parfeval(train, 14).result() == 14 * GIBIBYTE
+
+
+def test_a_user_who_wants_more_workers_gets_them_on_the_same_gpus_too(gpus: SimulatedGpus) -> None:
+    """First the GPUs that are free, then room beside the workers that are there."""
+    with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
+        pool.resize(5)
+        numbers = Counter(worker.gpu for worker in pool.workers)
+        assert sorted(numbers.values()) == [1, 2, 2]
+        pool.resize(48)  # sixteen each
+        assert pool.num_workers == 48
+        with pytest.raises(ResourceError, match="GPU: requested 1, available 0"):
+            pool.resize(49)
+        assert pool.num_workers == 48
 
 
 def test_chosen_gpus_are_shared(gpus: SimulatedGpus) -> None:

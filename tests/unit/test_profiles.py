@@ -200,6 +200,8 @@ def test_a_part_that_does_not_divide_a_gpu() -> None:
     for gpus, words in ODD_PARTS:
         with pytest.raises(InvalidValueError, match=words):
             WorkerResources(gpus=gpus)
+    with pytest.raises(InvalidValueError, match=r"\(cpus=1e-05\) is less than 0\.0001.* or 0\."):
+        WorkerResources(cpus=0.00001)
 
 
 def test_parts_may_be_rounded() -> None:

@@ -164,6 +164,27 @@ def test_a_place_that_was_lost_meanwhile_is_not_given_back_once_more(pool_of):
     assert pool.tell(ResizeRequested(size=1)) == []
 
 
+def test_a_busy_worker_that_was_to_go_stays_if_the_pool_is_to_be_larger_again(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3, chunk_size=1)
+    pool.tell(ResizeRequested(size=1))
+    assert pool.tell(ResizeRequested(size=2)) == []
+    assert pool.size == 2
+    pool.submit(1, places=(1, 2))  # one of these still goes
+    (ended,) = (number for number in (0, 1, 2) if Vacate(number) in pool.finish(number))
+    assert ended in (1, 2)
+    assert pool.tell(ResizeRequested(size=3)) == []  # that one has ended
+    assert pool.size == 2
+
+
+def test_a_worker_whose_place_has_to_go_does_not_stay_when_the_pool_is_to_be_larger(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, chunk_size=1)
+    pool.resize(leave=[1])
+    pool.tell(ResizeRequested(size=2))
+    assert Vacate(1) in pool.finish(1)
+
+
 def test_a_place_can_be_given_back_and_added_again(pool_of):
     pool = pool_of(2)
     pool.resize(remove=1)

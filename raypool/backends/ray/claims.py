@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 import platform
 import random
 import threading
@@ -41,7 +40,7 @@ from raypool.backends.ray.demand import (
     names_of,
     total,
 )
-from raypool.backends.ray.shortages import held_by, holders
+from raypool.backends.ray.shortages import besides_us, held_by, holders, our_name
 from raypool.errors import InvalidValueError, ResourceError
 from raypool.gpus.devices import GpuDevice, Inventory, index_of
 from raypool.gpus.sharing import CONTEXT_BYTES
@@ -113,7 +112,7 @@ class Wanted:
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
             # claims of this process are not waited for
-            others = tuple(name for name in holders() if _holder() not in name)
+            others = besides_us(holders())
             logger.warning(
                 "Waiting for %s, at most start_timeout_s=%g.%s",
                 missing(),
@@ -124,11 +123,6 @@ class Wanted:
     def is_over(self) -> bool:
         """Whether to give up."""
         return self._closed.is_set() or time.monotonic() > self._begin + self._timeout_s
-
-
-def _holder() -> str:
-    """Return the name under which this process's claims appear to others."""
-    return f"raypool in process {os.getpid()} on {platform.node()}"
 
 
 def release_all(claims: Sequence[Claim]) -> None:
@@ -144,7 +138,7 @@ def request(demand: Demand, node_id: str | None = None) -> Claim:
     labels = for_ray(demand.labels)
     if node_id is not None:
         labels = {**labels, "ray.io/node-id": node_id}
-    name = f"{_holder()}#{uuid.uuid4().hex}"  # Ray wants each name once
+    name = f"{our_name()}#{uuid.uuid4().hex}"  # Ray wants each name once
     selector = [labels] if labels else None
     group = placement_group([demand.bundle], name=name, bundle_label_selector=selector)
     return Claim(group, demand)

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
+import ray
+
 from raypool.backends.ray import shortages
 from raypool.backends.ray.claims import (
     POLL_S,
@@ -135,6 +137,8 @@ class Placement:
             else:
                 (kind,) = self._profile.kinds
                 found = self._claim_more({kind: (least, most)}, wanted)
+                if self._claims and least:
+                    _make_room(found[kind], most)
                 workers = itertools.repeat((kind, -1), most)
             try:
                 if self._closed.is_set():
@@ -156,7 +160,11 @@ class Placement:
             or is_outside()
             or len(living_nodes()) > 1
         )
-        most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
+        most = NO_LIMIT
+        if demand.kind == "CPU" and not is_elsewhere:
+            most = usable_cores()
+        elif not demand.each:  # any number would fit
+            most = int(ray.cluster_resources().get("CPU", 1))
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
 
     def _next_entries(self, least: int | None, most: int | None) -> list[int]:
@@ -180,14 +188,16 @@ class Placement:
         chosen: dict[WorkerResources, list[Spot]] = {}
         for kind, (least, most) in numbers.items():
             demand = self._demands[kind]
-            share = demand.first_workers
             claims = {id(claim): claim for claim in list(self._claims.values())}
             held = [claim for claim in claims.values() if claim.demand is demand]
             found[kind] = held
+            # "auto" begins with one worker per GPU; later, the user may want more on the same ones
+            share = demand.workers_per_claim if held and least else demand.first_workers
             spare = sum(_spare(claim) for claim in held)
+            room = sum(max(share, claim.room) - claim.num_workers for claim in held)
             need = Need(
                 demand,
-                max(0, -(-(least - spare) // share)),
+                max(0, -(-(least - room) // share)),
                 max(0, most - spare),
                 len(held),
                 len(self._profile.listed) > 0,
@@ -399,6 +409,15 @@ def _line_of_user() -> str:
     where = f"line {number} of a notebook cell" if is_cell else f"{Path(file).name}:{number}"
     line = linecache.getline(file, number, frame.f_globals).strip()
     return f"{where}, `{line}`" if line else where
+
+
+def _make_room(claims: Sequence[Claim], num_workers: int) -> None:
+    """Let this many more workers stand on these claims, or as many as can."""
+    while sum(map(_spare, claims)) < num_workers:
+        free = [claim for claim in claims if claim.room < claim.demand.workers_per_claim]
+        if not free:
+            return
+        min(free, key=lambda claim: claim.room).room += 1
 
 
 def _spare(claim: Claim) -> int:

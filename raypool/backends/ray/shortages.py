@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +57,16 @@ def holders() -> tuple[str, ...]:
     return (*merged, *ask_inside(_other_actors))
 
 
+def our_name() -> str:
+    """Return the name under which this process's claims appear to others."""
+    return f"raypool in process {os.getpid()} on {platform.node()}"
+
+
+def besides_us(names: Sequence[str]) -> tuple[str, ...]:
+    """Return these holders without this process."""
+    return tuple(name for name in names if our_name() not in name)
+
+
 def _other_actors() -> list[str]:
     from raypool.ray_private import state
 
@@ -105,13 +117,17 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     requested, available = least * demand.each, there * demand.each
     capacity = sum(node["Resources"].get(demand.kind, 0) for node in able)
     names = () if crowd and there * demand.each + len(crowd) >= capacity else holders()
+    held = need.num_held * demand.each
+    if held:
+        names = besides_us(names)
     why = [said_of(crowd, min_free_bytes)] if crowd else []
     largest = max((node["Resources"].get(demand.kind, 0) for node in able), default=0)
     why += [held_by(names)] if names and largest >= demand.each else []
     where = "the cluster has" if len(able) == len(nodes) else "the requested nodes have"
     return ResourceError(
-        f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g})."
-        f" {' '.join([*why, _next_step(need, there, largest)])}",
+        f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g}"
+        f"{f', and this pool holds {held:g} of them' if held else ''})."
+        f" {' '.join([*why, _next_step(need, there, largest, bool(names))])}",
         requested=requested,
         available=available,
         holders=names,
@@ -198,7 +214,7 @@ def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
     )
 
 
-def _next_step(need: Need, there: int, largest: float) -> str:
+def _next_step(need: Need, there: int, largest: float, has_others: bool) -> str:
     kind, each = need.demand.kind, need.demand.each
     if not largest:
         return (
@@ -210,10 +226,13 @@ def _next_step(need: Need, there: int, largest: float) -> str:
             f"Each worker needs {each:g} {kind} on one node, but the largest has {largest:g}."
             " Request less for each worker: resources=WorkerResources(...)."
         )
-    if not there:
+    if not there and (has_others or not need.num_held):
         return "Wait until the programs that hold them end, or end those programs."
     if need.is_listed:
         return f"List at most {there} such workers in resources=[...]."
+    if need.num_held:
+        most = (need.num_held + there) * need.demand.workers_per_claim
+        return f"This pool can have at most {most} workers."
     return f"Ask for at most {there}, or for a range: parpool((1, {need.least}))."
 
 
