@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import ParallelPool, SpmdError, WorkerLostError, parpool
+from raypool import ParallelPool, SpmdError, WorkerLostError, parpool, report
 from raypool.backends.ray import agents, backend
 from raypool.core.messages import Signal
 from raypool.errors import LossReason
@@ -92,6 +92,27 @@ def test_it_ends_when_it_is_told_to(
 
     assert eventually(is_shared), "also a store that has travelled"
     assert eventually(lambda: "A listener of pool.store was removed" in caplog.text)
+
+
+def test_the_next_one_passes_on_what_a_running_task_reports(
+    first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually, make_gate: Any
+) -> None:
+    has_died, gate = make_gate(), make_gate()
+
+    def train() -> None:
+        report(step=1)
+        has_died.wait()
+        report(step=2)
+        gate.wait()
+
+    future = first.parfeval(train)
+    assert eventually(lambda: len(future.metrics) == 1)
+    the_agent().kill()
+    has_died.open()
+    assert eventually(lambda: len(future.metrics) == 2)
+    gate.open()
+    future.result(300)
+    assert future.metrics["step"].tolist() == [1, 2]
 
 
 def test_one_that_answers_nobody_is_replaced(

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, WorkerResources, parpool, report
+from raypool import ParallelPool, WorkerLostError, WorkerResources, parpool, report
 from tests.leaks import strays
 
 
@@ -92,3 +93,28 @@ def test_children_of_workers_end_with_them(
         pids = pool.parfeval(start_two).result(300)
         assert strays() - before == set(pids)
     assert eventually(lambda: strays() <= before)
+
+
+def test_children_and_shared_memory_of_a_worker_that_crashes_go_with_it(
+    ray_session: None, by_value: None, eventually: Callable[..., bool], marks: Any
+) -> None:
+    """A child that has left the worker's group is an orphan by then; `multiprocessing` removes
+    shared memory that nobody has unlinked.
+    """
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    def start_and_crash() -> None:
+        import os
+        import subprocess
+        from multiprocessing.shared_memory import SharedMemory
+
+        marks.add(SharedMemory(create=True, size=1000).name)
+        subprocess.Popen(sleeper, start_new_session=True)
+        os._exit(1)
+
+    before = strays()
+    with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as pool:
+        with pytest.raises(WorkerLostError):
+            pool.parfeval(start_and_crash).result(300)
+        assert eventually(lambda: strays() <= before)
+        assert eventually(lambda: not (Path("/dev/shm") / marks.all()[0]).exists())

@@ -56,7 +56,7 @@ def test_a_worker_is_watched_once(run_python: Callable[..., object]) -> None:
         from raypool.gpus.nvml import NvmlInventory
         async def watch():
             agent = NodeAgent(None, NvmlInventory(), "store")
-            worker = WorkerProcess(os.getpid(), os.pipe()[1], os.memfd_create("board"))
+            worker = WorkerProcess(os.getpid(), os.pipe()[1], os.memfd_create("board"), "")
             numbers = []
             for _ in range(2):
                 await agent.watch(0, worker, (), None)

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent
 from raypool.backends.ray.nodes import LOOK_S
 from raypool.backends.ray.packing import snapshot
-from raypool.backends.ray.worker import Introduction
+from raypool.backends.ray.worker import Introduction, name_of_agent
 from raypool.channel.exchange import POOL_ENDED
 from raypool.channel.hub import Hub
 from raypool.channel.queues import offer
@@ -119,8 +120,8 @@ class Agents:
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
-        # workers find the next home agent by this name, which is also the key of the store
-        self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0
+        self._store_key = f"raypool-{uuid.uuid4().hex}"
+        self._num_made: Counter[str] = Counter()  # by node
         # the agent of its node, and the reference of its answer to `watch`
         self._by_worker: dict[int, tuple[Any, Any]] = {}
         # references: dropping one while Ray shuts down would end this process
@@ -172,7 +173,8 @@ class Agents:
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
-        actor.attach.remote(agent, self.home(), self.is_far, (self._home_name, self._num_homes))
+        nodes = introduction.node_id, client.home_node()
+        actor.attach.remote(*map(self._succession, nodes), self.is_far)
         if introduction.mps_problem is not None:
             self._tell(
                 introduction.mps_problem,
@@ -287,13 +289,12 @@ class Agents:
                 driver = client.driver_process() if is_home else None
                 # many of its calls wait
                 options = on_node(node_id) | {"num_gpus": 0, "max_concurrency": 100_000}
-                if is_home:
-                    self._num_homes += 1
-                    options["name"] = f"{self._home_name}-{self._num_homes}"
+                self._num_made[node_id] += 1
+                name = name_of_agent(self._names_on(node_id), self._num_made[node_id])
                 agent = (
                     ray.remote(NodeAgent)
-                    .options(**options)
-                    .remote(driver, self._inventory, self._home_name)
+                    .options(**options, name=name)
+                    .remote(driver, self._inventory, self._store_key)
                 )
                 self._agents[node_id] = agent
                 self._take(agent)
@@ -301,6 +302,13 @@ class Agents:
                     for folder, token in self._tokens.items():
                         agent.learn.remote(folder, token)
             return agent
+
+    def _names_on(self, node_id: str) -> str:
+        return f"{self._store_key}-{node_id}"
+
+    def _succession(self, node_id: str) -> tuple[Any, str, int]:
+        """Return the arguments of a worker's `Succession`."""
+        return self._agent_on(node_id), self._names_on(node_id), self._num_made[node_id]
 
     def home(self) -> Any:
         """Return the agent with the pool's exchange, on the driver's or Ray Client's node."""

@@ -50,6 +50,9 @@ STEADY_S = 1.0
 MEMORY_LOOK_S = 0.2
 """How often the memory of a worker that has a limit is measured [s]."""
 
+MARK = "RAYPOOL_WORKER"
+"""An environment variable by which the children of a worker that has crashed are found."""
+
 OFFERED = -1
 """Stands for a worker's id in the mailbox, for offers to queues."""
 
@@ -60,12 +63,14 @@ MAILBOX_BYTES = 64 * 1024 * 1024
 class WorkerProcess(NamedTuple):
     """A worker's process, with the descriptors of its `ProcessGuard`'s pipe and board.
 
-    `memory_used`: the memory in use on its GPUs before it used them [bytes]; None: unknown.
+    `mark`: what its children find in `MARK`. `memory_used`: the memory in use on its GPUs before it
+    used them [bytes]; None: unknown.
     """
 
     pid: int
     pipe: int
     board: int
+    mark: str
     memory_used: int | None = None
 
 
@@ -74,6 +79,7 @@ class Watched:
 
     def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         self.pid = process.pid
+        self.mark = process.mark
         self.gpus = gpus
         self.actor = actor
         self.memory_used = process.memory_used
@@ -106,7 +112,7 @@ class Watched:
 
         They are to be killed after it: its code would notice their end, and go on.
         """
-        others = []
+        others = [] if self.is_alive else marked(self.mark)
         for process in psutil.process_iter():
             # its group may have outlived it
             with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
@@ -158,6 +164,7 @@ class NodeAgent:
         self._driver = driver
         self._telemetry = Telemetry(inventory)
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
+        self._marks: dict[int, str] = {}  # likewise
         self._mailbox: list[tuple[int, int, Any]] = []
         self._mailbox_bytes = 0
         self._has_mail = asyncio.Event()  # `take` waits for it, and `push` for the other
@@ -183,6 +190,7 @@ class NodeAgent:
         if worker_id in self._watched:
             return  # another agent was lost, and all workers are attached again
         self._watched[worker_id] = None
+        self._marks[worker_id] = process.mark
         # it has gone already
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
             self._watched[worker_id] = Watched(process, gpus, actor)
@@ -257,8 +265,9 @@ class NodeAgent:
 
     async def end(self, _: None, worker_id: int) -> None:
         """Kill the rest of a worker; return when nothing is left, not even on its GPU."""
-        watched = self._watched.pop(worker_id, None)
+        watched, mark = self._watched.pop(worker_id, None), self._marks.pop(worker_id, "")
         if watched is None:
+            kill_all(marked(mark))
             return
         if self._mps.is_up and watched.at_hand != NOTHING:
             watched.freeze()  # else its code would notice, and go on
@@ -379,11 +388,26 @@ async def memory_back(read: Callable[[], Awaitable[int | None]], before: int) ->
             used, since = now, time.monotonic()
 
 
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes that a worker, and those it started, have started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
+            if process.environ().get(MARK, "") == mark != "":
+                found.append(process)
+    return found
+
+
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes; they may take a moment."""
+    """Kill processes, but for resource trackers; they may take a moment.
+
+    A resource tracker of `multiprocessing` removes what its processes have left in shared memory,
+    and ends when they have.
+    """
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has ended
-            process.kill()
+            if not any("resource_tracker import main" in word for word in process.cmdline()):
+                process.kill()
 
 
 def _lives(process: psutil.Process) -> bool:

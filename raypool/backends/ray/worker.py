@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from multiprocessing import popen_fork
@@ -30,7 +31,7 @@ import ray
 
 from raypool.backends.ray import fork_client, mps
 from raypool.backends.ray.calls import answer_to, given_gpus
-from raypool.backends.ray.node_agent import WorkerProcess
+from raypool.backends.ray.node_agent import MARK, WorkerProcess
 from raypool.backends.ray.packing import (
     Fetched,
     Packed,
@@ -211,11 +212,9 @@ class PoolWorker:
         self._upkeep: GpuMemoryCare | None = None
         self._is_spent = False  # it has said that it is to be replaced
         self._turns: GpuTurns | None = None
-        self._agent: Any = None
+        self._agents = Succession()
         self._folders = WorkerFolders()
-        self._outbox = Outbox(
-            lambda number, batch: ray.get(self._agent.push.remote(worker_id, number, batch))
-        )
+        self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
         self._models: dict[int, CapturedModels] = {}  # of each of these
@@ -269,20 +268,30 @@ class PoolWorker:
                 if self._sharing.takes_turns:
                     folder = self._folders.temporary
                     self._turns = GpuTurns(self._inventory, given[0], share, folder)
-        process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board, before)
+        mark = os.environ[MARK] = uuid.uuid4().hex
+        process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board, mark, before)
         fork_problem = os.environ.pop(fork_client.REFUSED, None)
         node_id = ray.get_runtime_context().get_node_id()
         return Introduction(self._info, process, node_id, mps_problem, fork_problem)
 
-    def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
+    def attach(self, here: tuple[Any, str, int], home: tuple[Any, str, int], is_far: bool) -> None:
         """Take the agent of this node, and the home agent, which has the pool's exchange.
 
         Called again with others when they have died. `is_far`: the driver is on neither's machine.
-        `home_name`: the home agent's name, and its number among all homes of the pool.
         """
-        self._agent = agent
-        self._folders.attach(agent, home, is_far)
-        this_process.link = WorkerLink(self._worker_id, self._outbox, home, home_name)
+        self._agents = Succession(*here)
+        homes = self._agents if home == here else Succession(*home)
+        self._folders.attach(self._agents, homes, is_far)
+        this_process.link = WorkerLink(self._worker_id, self._outbox, homes)
+
+    def _push(self, number: int, batch: bytes) -> None:
+        agents = self._agents
+        agent = agents.newest
+        try:
+            ray.get(agent.push.remote(self._worker_id, number, batch))
+        except ray.exceptions.RayActorError:
+            agents.find_next(agent, 0)  # it is called again
+            raise
 
     def set_up(self, setups: Sequence[Any]) -> Refusal | None:
         """Call the setups, which are a parcel.
@@ -469,24 +478,52 @@ def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+def name_of_agent(names: str, number: int) -> str:
+    """Return the name of an agent, of which its node has had `number`."""
+    return f"{names}-{number}"
+
+
+class Succession:
+    """The agents of a node, of which `newest` is the last that is known.
+
+    The pool announces the next by a call, which this actor takes only after its task: until then,
+    it is found by its name.
+    """
+
+    def __init__(self, newest: Any = None, names: str = "", number: int = 0) -> None:
+        self.newest = newest
+        self._names = names
+        self._number = number
+
+    def find_next(self, died: Any, timeout_s: float) -> None:
+        """Find the successor of an agent, unless another thread has."""
+        deadline = time.monotonic() + timeout_s
+        while self.newest is died and ray.is_initialized():
+            with contextlib.suppress(ValueError):  # there is none yet
+                self.newest = ray.get_actor(name_of_agent(self._names, self._number + 1))
+                self._number += 1
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_AGAIN_S)
+
+
 class WorkerFolders(CheckpointFolders):
     """The folders of a worker's machine, of which the agents know."""
 
     def __init__(self) -> None:
         super().__init__(self._temporary_of_node)
-        self._agent: Any = None
-        self._home: Any = None
+        self._agents = self._homes = Succession()
         self._is_far = False
         self._temporary: Path | None = None
 
-    def attach(self, agent: Any, home: Any, is_far: bool) -> None:
-        """Take the agent of this node and the home agent; `is_far`: not on the driver's machine."""
-        self._agent, self._home, self._is_far = agent, home, is_far
+    def attach(self, agents: Succession, homes: Succession, is_far: bool) -> None:
+        """Take the agents of this node and the home agents; `is_far`: not the driver's machine."""
+        self._agents, self._homes, self._is_far = agents, homes, is_far
 
     def _temporary_of_node(self) -> Path:
         if self._temporary is None:
             self._check_may_ask()
-            self._temporary = Path(answer_to(self._agent.temporary.remote()))
+            self._temporary = Path(answer_to(self._agents.newest.temporary.remote()))
             hold(self._temporary)  # else it could go with the agent, before this process ends
         return self._temporary
 
@@ -497,10 +534,10 @@ class WorkerFolders(CheckpointFolders):
             OSError: The driver's machine cannot make the folder.
             InvalidValueError: This is another folder, or none.
         """
-        if self._agent == self._home and not self._is_far:  # the same machine
+        if self._agents is self._homes and not self._is_far:  # the same machine
             return
         self._check_may_ask()
-        home = self._home
+        home = self._homes.newest
         asked = home.learned.remote(folder) if self._is_far else home.token.remote(folder)
         token = answer_to(asked)
         if isinstance(token, OSError):
@@ -534,14 +571,11 @@ class WorkerLink:
     the newest values. `drain` waits until what was sent has arrived; `flush` sends what waits.
     """
 
-    def __init__(
-        self, worker_id: int, outbox: Outbox, home: Any, home_name: tuple[str, int]
-    ) -> None:
+    def __init__(self, worker_id: int, outbox: Outbox, homes: Succession) -> None:
         self.worker_id = worker_id
         self.send, self.send_latest, self.drain = outbox.send, outbox.send_latest, outbox.drain
         self.flush = outbox.send_now
-        self._home = home
-        self._home_name = home_name
+        self._homes = homes
 
     def pack(self, value: Any, what: str) -> bytes:
         """Pickle a value as it is now."""
@@ -558,24 +592,12 @@ class WorkerLink:
             WorkerLostError: The exchange's process has died.
             PoolClosedError: The pool has ended.
         """
-        home = self._home
+        home = self._homes.newest
         try:
             return answer_to(home.exchange.remote(method, *args))
         except WorkerLostError:
-            if self._home is home:  # else another thread has found the next
-                self._find_next_home()  # what is tried again at once is to find it
+            self._homes.find_next(home, NEXT_HOME_S)  # what is tried again at once is to find it
             raise
-
-    def _find_next_home(self) -> None:
-        # The pool announces its next home by a call, which this actor takes only after its task.
-        name, number = self._home_name
-        deadline = time.monotonic() + NEXT_HOME_S
-        while ray.is_initialized() and time.monotonic() < deadline:
-            with contextlib.suppress(ValueError):  # there is none yet
-                self._home = ray.get_actor(f"{name}-{number + 1}")
-                self._home_name = name, number + 1
-                return
-            time.sleep(LOOK_AGAIN_S)
 
 
 def _enter_mps(agent: Any) -> str | None:
