@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from raypool import current_task, load_results, parpool, report
 from raypool.cli.main import main
 from raypool.errors import JournalError
+from raypool.journal import reading
 from raypool.journal.journal import Journal
 from raypool.journal.rows import Outcome
 
@@ -298,6 +299,22 @@ def test_a_run_that_just_begins_is_no_damage(tmp_path, caplog, start_python):
             if (tmp_path / str(number)).exists():
                 assert looked_at(tmp_path / str(number)) in (0, "no run yet")
     assert process.process.returncode == 0
+    assert not caplog.records
+
+
+def test_a_run_that_ends_as_it_is_read_is_no_damage(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, "raypool")
+    run(tmp_path, [("a", 1)], finished("a", 2))
+    path = tmp_path / "journal.sqlite"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+    def end_meanwhile(folder):
+        path.write_bytes(whole)
+        return False
+
+    monkeypatch.setattr(reading, "is_in_use", end_meanwhile)
+    assert list(load_results(tmp_path)) == [2]
     assert not caplog.records
 
 
