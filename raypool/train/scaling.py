@@ -18,13 +18,13 @@ from raypool.errors import (
 from raypool.options import Options
 from raypool.train.checkpoints import TrainingAttempt
 from raypool.train.controller import WarmLane
-from raypool.train.fit import gradient_bytes
-from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.runs import TrainingRun
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from raypool.train.fit_loop import Measure
 
 GOOD_EFFICIENCY = 0.8
 """From this efficiency on there is no advice."""
@@ -233,6 +233,10 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
             " scaling_report measures trainings by pool.fit. In a loop, measure steps with"
             " time.perf_counter, and report them."
         )
+    # they import Ray Train
+    from raypool.train.fit import gradient_bytes
+    from raypool.train.fit_loop import Measure
+
     recipe: Recipe = run.recipe
     measure = Measure(num_steps, num_warm_up, is_synchronized=True)
     times = []
@@ -250,6 +254,8 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     """Return the time of each step on each rank [s]."""
+    from raypool.train.fit_loop import measure_loop
+
     places = recipe.places and recipe.places[:size]
     backend = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
     plan = TrainingAttempt("scaling_report", 1, run_dir="")

@@ -128,6 +128,7 @@ def test_users_and_workers_do_not_wait_for_imports_that_they_do_not_need() -> No
         importlib.metadata multiprocessing socket sqlite3 ssl subprocess tomllib urllib.request"""
     for needed, unneeded in (
         ("from raypool import parpool", heavy),
+        ("from raypool import *", "ray torch pandas numpy matplotlib sklearn"),
         ("import raypool.backends.ray.worker", "raypool.pool raypool.core.scheduler"),
     ):
         code = f"{needed}; import sys; print(sorted(set({unneeded.split()}) & set(sys.modules)))"

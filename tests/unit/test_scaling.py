@@ -9,6 +9,7 @@ import pytest
 
 from raypool.futures import Future
 from raypool.train import scaling
+from raypool.train.fit_loop import Measure
 from raypool.train.scaling import ScalingReport, _typical
 
 
@@ -91,5 +92,5 @@ def test_after_ctrl_c_no_measurement_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scaling, "WarmLane", lambda *_: lane)
     recipe: Any = SimpleNamespace(engine=None, config=None, places=None)
     with pytest.raises(KeyboardInterrupt):
-        scaling._steps(recipe, 1, scaling.Measure(1, 1, is_synchronized=True))
+        scaling._steps(recipe, 1, Measure(1, 1, is_synchronized=True))
     assert attempt.cancelled()
