@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import shlex
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -36,6 +38,9 @@ def which_cluster(command: Command) -> Command:
             metavar="FILE",
             help="File with the token, instead of the profile's token_file.",
         ),
+        click.option(
+            "--slurm", "is_slurm", is_flag=True, help="Jobs of Slurm, with the cluster's defaults."
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -47,7 +52,7 @@ def job() -> None:
     """Submit, watch and stop jobs on a cluster."""
 
 
-@job.command(context_settings={"ignore_unknown_options": True})
+@job.command(context_settings={"allow_interspersed_args": False})
 @which_cluster
 @click.option(
     "--working-dir", metavar="DIR", help="Folder to upload; the command starts in its copy."
@@ -99,8 +104,8 @@ def submit(
 
     Example: raypool job submit --working-dir . -- python train.py --lr 0.1
 
-    Everything after -- is passed on unchanged. Prints the job's id and, without --no-wait, its
-    output, and exits with its exit code. Ctrl-C only stops watching: the job keeps running.
+    Everything from COMMAND on is passed on unchanged. Prints the job's id and, without --no-wait,
+    its output, and exits with its exit code. Ctrl-C only stops watching: the job keeps running.
     """
     variables = {}
     for setting in env:
@@ -113,14 +118,14 @@ def submit(
         job_id = jobs.submit(command, name=name, env=variables, cpus=cpus, gpus=gpus)
         echo(job_id, err=follow)
         if follow:
-            _follow_to_end(jobs, job_id)
+            _follow_to_end(jobs, job_id, cluster)
 
 
 @job.command()
 @which_cluster
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.argument("job_id", required=False)
-def status(job_id: str | None, is_json: bool, **cluster: str | None) -> None:
+def status(job_id: str | None, is_json: bool, **cluster: Any) -> None:
     """Show the status of JOB_ID, or of all jobs."""
     import dataclasses
     import json
@@ -150,12 +155,12 @@ def status(job_id: str | None, is_json: bool, **cluster: str | None) -> None:
     "--follow", is_flag=True, help="Print until the job ends, and exit with its exit code."
 )
 @click.argument("job_id")
-def logs(job_id: str, follow: bool, **cluster: str | None) -> None:
+def logs(job_id: str, follow: bool, **cluster: Any) -> None:
     """Print the output of JOB_ID."""
     with errors_said():
         jobs = _jobs(**cluster)
         if follow:
-            _follow_to_end(jobs, job_id)
+            _follow_to_end(jobs, job_id, cluster)
         else:
             click.echo(jobs.log(job_id), nl=False)
 
@@ -163,7 +168,7 @@ def logs(job_id: str, follow: bool, **cluster: str | None) -> None:
 @job.command()
 @which_cluster
 @click.argument("job_id")
-def stop(job_id: str, **cluster: str | None) -> None:
+def stop(job_id: str, **cluster: Any) -> None:
     """Stop JOB_ID, queued or running, and wait until it has ended."""
     with errors_said():
         jobs = _jobs(**cluster)
@@ -172,16 +177,20 @@ def stop(job_id: str, **cluster: str | None) -> None:
     echo(f"{info.id}: {info.state}")
 
 
-def _jobs(profile: str | None, **changes: Any) -> Jobs | SlurmJobs:
+def _jobs(profile: str | None, *, is_slurm: bool, **changes: Any) -> Jobs | SlurmJobs:
     """Return the jobs of a profile's cluster, with the fields that options replace."""
     from raypool.cluster.slurm_jobs import jobs_of
     from raypool.profile_files import resolve_profile
+    from raypool.profiles import Profile, Slurm
 
+    if is_slurm and profile is not None:
+        raise click.UsageError("--profile names a cluster already. Leave --slurm out.")
     given = {name: value for name, value in changes.items() if value not in (None, ())}
-    return jobs_of(resolve_profile(profile, given))
+    base = Profile(slurm=Slurm()) if is_slurm else profile
+    return jobs_of(resolve_profile(base, given))
 
 
-def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
+def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str, cluster: Mapping[str, Any]) -> None:
     """Print a job's output until it ends, and exit with its status."""
     try:
         for piece in jobs.follow(job_id):
@@ -190,9 +199,18 @@ def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
                 raise SystemExit(READER_GONE)
         info = jobs.wait(job_id)
     except KeyboardInterrupt:
+        names = {"profile": "--profile", "jobs_address": "--address", "token_file": "--token-file"}
+        given = [(option, cluster[name]) for name, option in names.items() if cluster.get(name)]
+        words = shlex.join(
+            [
+                *itertools.chain.from_iterable(given),
+                *(["--slurm"] if cluster["is_slurm"] else []),
+                job_id,
+            ]
+        )
         echo(
-            f"\nJob {job_id} keeps running. `raypool job logs --follow {job_id}` shows its"
-            f" output, `raypool job stop {job_id}` stops it.",
+            f"\nJob {job_id} keeps running. `raypool job logs --follow {words}` shows its"
+            f" output, `raypool job stop {words}` stops it.",
             err=True,
         )
         raise SystemExit(INTERRUPTED) from None

@@ -20,6 +20,9 @@ from raypool.cluster.launcher_file import (
 from raypool.cluster.on_prem import OLD_AUTOSCALER
 from raypool.errors import CloudError
 
+HOST = re.compile(r"""(--dashboard-host(?:=|\s+)\\?["']?)([^\s"'\\]+)""")
+"""The option with the dashboard's address, in quotes or not, as the text of a file has it."""
+
 PREFIX = r"([A-Za-z_]\w*=[^\s;&|]*\s+)*"
 """Variables that a shell's command sets for one program."""
 
@@ -39,29 +42,40 @@ def hardened(text: str, name: str) -> str:
         text += "\n"  # entries are added at the end
     document = launcher_document(documents_of(text, name), name)
     content = document.content
-    edits = []
+    edits: dict[tuple[int, int], str] = {}  # by place: an alias stands for an earlier one
+    missing = ""
     for entry, is_head in (("head_start_ray_commands", True), ("worker_start_ray_commands", False)):
         node = _value(document, entry)
         if node is None:
             # without the watcher for preemption: these machines may have no raypool
             starts = head_commands() if is_head else worker_commands("")
-            edits.append((len(text), len(text), yaml.safe_dump({entry: starts}, width=1000)))
+            missing += yaml.safe_dump({entry: starts}, width=1000)
             continue
         commands = node.value if isinstance(node, yaml.SequenceNode) else []
         spans = [(each.start_mark.index, each.end_mark.index) for each in commands]
-        starting = [(start, end) for start, end in spans if START in text[start:end]]
+        starting = [span for span in spans if _start_in(text[slice(*span)]) >= 0]
         if not starting:
             raise CloudError(f"{document.place_of((entry,))}: no command there starts Ray.")
         is_local = is_head and content["provider"].get("type") == "local"
-        # what is inserted needs no quotes
-        edits += [
-            (start, end, _closed(text[start:end], is_head, is_local)) for start, end in starting
-        ]
+        for span in starting:  # what is inserted needs no quotes
+            edits.setdefault(span, _closed(text[slice(*span)], is_head, is_local))
     if TOKEN not in (content.get("file_mounts") or {}):
-        edits.append(_mount(document, len(text)))
-    for start, end, new in sorted(edits, reverse=True):
+        start, end, new = _mount(document, len(text))
+        edits[start, end] = new
+    text += missing
+    for (start, end), new in sorted(edits.items(), reverse=True):
         text = text[:start] + new + text[end:]
     return text
+
+
+def _start_in(command: str) -> int:
+    """Return where a shell's command starts Ray, comments aside; -1: nowhere."""
+    return _blanked(command).find(START)
+
+
+def _blanked(command: str) -> str:
+    """Return a command with blanks in place of lines that are comments."""
+    return re.sub(r"^[ \t]*#.*$", lambda found: " " * len(found[0]), command, flags=re.MULTILINE)
 
 
 def _value(document: Document, entry: str) -> yaml.Node | None:
@@ -80,7 +94,7 @@ def asks_for_token(command: str) -> bool:
         False
     """
     # Each command has its own shell: what another one sets does not count.
-    before = re.split(r"\bunset\b[^;&|]*\bRAY_AUTH", command.partition(START)[0])[-1]
+    before = re.split(r"\bunset\b[^;&|]*\bRAY_AUTH", _blanked(command).partition(START)[0])[-1]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
     is_exported = re.search(
         rf"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+{PREFIX}$", before
@@ -90,16 +104,17 @@ def asks_for_token(command: str) -> bool:
 
 def open_host(command: str) -> str | None:
     """Return the address at which a dashboard listens, None for the loopback (the default)."""
-    host = re.search(r"--dashboard-host[= ]([^\s\"']+)", command)
-    return host[1] if host and host[1] not in ("127.0.0.1", "localhost") else None
+    hosts = [host for _, host in HOST.findall(_blanked(command))]
+    return next((host for host in hosts if host not in ("127.0.0.1", "localhost")), None)
 
 
 def _closed(command: str, is_head: bool, is_local: bool) -> str:
     """Return a command that starts Ray with a token, and a head's dashboard on the loopback."""
     wanted = [] if asks_for_token(command) else ["RAY_AUTH_MODE=token"]
     if open_host(command):
-        command = re.sub(r"(--dashboard-host[= ])[^\s\"']+", r"\g<1>127.0.0.1", command)
-    before, start, after = command.partition(START)
+        command = HOST.sub(r"\g<1>127.0.0.1", command)
+    at = _start_in(command)
+    before, start, after = command[:at], START, command[at + len(START) :]
     if is_head:
         settings = [*HEALTH_CHECKS, *([OLD_AUTOSCALER] if is_local else [])]
         wanted += [each for each in settings if each.partition("=")[0] not in before]

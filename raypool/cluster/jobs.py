@@ -526,7 +526,8 @@ class Jobs(JobQueue):
                 if getattr(error, "status", 0) is None:
                     raise CloudError(
                         f"{error} It may have accepted job {submission_id}; once it answers,"
-                        f" `raypool job status {submission_id}` shows the job.",
+                        f" `raypool job status {submission_id}`, with the same --profile, shows the"
+                        " job.",
                         status=None,
                     ) from None
                 if "No available agent" not in str(error):
@@ -548,8 +549,8 @@ class Jobs(JobQueue):
             if getattr(error, "status", None) == 404:
                 raise CloudError(
                     f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A"
-                    " restarted cluster forgets its jobs; `raypool job status` lists the known"
-                    " ones.",
+                    " restarted cluster forgets its jobs; `raypool job status`, with the same"
+                    " --profile, lists the known ones.",
                     status=404,
                 ) from None
             raise

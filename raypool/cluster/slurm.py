@@ -81,36 +81,60 @@ def size_of(profile: Profile, least: int | None, most: int | None) -> Size:
         Size(least=1, most=1, cpus=16)
     """
     slurm = profile.slurm or Slurm()
-    if slurm.gpus:
-        cpus = slurm.cpus_per_gpu and slurm.cpus_per_gpu * slurm.gpus
-        nodes = [
-            max(1, math.ceil(_total(profile, number, "gpus") / slurm.gpus - 1e-6))
-            for number in (least or 1, most or least or 1)
-        ]
-    else:
-        given = slurm.nodes or 1
-        number = most or least
-        cpus = math.ceil(_total(profile, number, "cpus") / given) if number else None
-        nodes = [given, given]
+    if not slurm.gpus:
+        given, number = slurm.nodes or 1, most or least
+        cores = _of_each(profile, number or 1, "cpus")
+        loads = [0.0] * given
+        for amount in sorted(cores, reverse=True):
+            loads[loads.index(min(loads))] += amount
+        is_asked = number is not None or max(cores) > 1
+        return Size(given, given, math.ceil(max(loads)) if is_asked else None)
+    cpus = slurm.cpus_per_gpu and slurm.cpus_per_gpu * slurm.gpus
+    fewest, most_nodes = (
+        _nodes_for(_of_each(profile, number, "gpus"), slurm.gpus)
+        for number in (least or 1, most or least or 1)
+    )
     if slurm.nodes is None:
-        return Size(nodes[0], nodes[1], cpus)
-    if nodes[0] > slurm.nodes:
+        return Size(fewest, most_nodes, cpus)
+    if fewest > slurm.nodes:
         raise InvalidValueError(
-            f"{least} workers need {_total(profile, least or 1, 'gpus'):g} GPUs, but"
-            f" nodes={slurm.nodes} with gpus_per_node={slurm.gpus_per_node} has"
-            f" {slurm.nodes * slurm.gpus}. Increase nodes, or leave it out."
+            f"{least} workers need {sum(_of_each(profile, least or 1, 'gpus')):g} GPUs, on"
+            f" {fewest} nodes with gpus_per_node={slurm.gpus_per_node}, but nodes={slurm.nodes}."
+            " Increase nodes, or leave it out."
         )
     return Size(slurm.nodes, slurm.nodes, cpus)
 
 
-def _total(profile: Profile, number: int, field: Literal["gpus", "cpus"]) -> float:
-    """Return the number of GPUs or cores for this many workers: one each, unless the profile
-    says otherwise.
-    """
+def _of_each(profile: Profile, number: int, field: Literal["gpus", "cpus"]) -> list[float]:
+    """Return the GPUs or cores of each of this many workers: one, or what the profile says."""
     if not profile.listed and field == "gpus" and isinstance(profile.workers_per_gpu, int):
-        return number / profile.workers_per_gpu
+        return number * [1 / profile.workers_per_gpu]
     each = [getattr(kind, field) for kind in profile.listed or number * profile.kinds]
-    return sum(1 if amount is None else amount for amount in each)
+    # a rounded part of a GPU is meant as the nearest that divides it
+    parts = [1 / round(1 / amount) if amount and amount < 1 else amount for amount in each]
+    return [1 if amount is None else amount for amount in (parts if field == "gpus" else each)]
+
+
+def _nodes_for(workers: Sequence[float], gpus: int) -> int:
+    """Return how many nodes with this many GPUs hold workers that need so many of them each.
+
+    Raises:
+        InvalidValueError: A worker needs more.
+    """
+    if max(workers) > gpus:
+        raise InvalidValueError(
+            f"A worker needs {max(workers):g} GPUs of one node, but gpus_per_node={gpus}. Increase"
+            " it, or request less for each worker: resources=WorkerResources(...)."
+        )
+    left: list[float] = []
+    for amount in sorted(workers, reverse=True):
+        for node, free in enumerate(left):
+            if amount <= free + 1e-6:
+                left[node] -= amount
+                break
+        else:
+            left.append(gpus - amount)
+    return max(1, len(left))
 
 
 def job_file(  # noqa: PLR0913 - all are named
@@ -194,13 +218,25 @@ def submit(file: Path, *options: str) -> str:
     # sbatch itself accepts jobs that the partition can never run, and they wait forever
     for kind in ("--test-only", "--parsable"):
         try:
-            printed = ask("sbatch", kind, *options, str(file))
+            printed = ask("sbatch", kind, *options, str(file), without=_not_for_sbatch(file))
         except CloudError as error:
             raise CloudError(f"{error}{_hint(str(error), file)}") from error
         except BaseException:  # Ctrl-C: if the job was accepted, it ends without its folder
             shutil.rmtree(file.parent)
             raise
     return printed.strip()
+
+
+def _not_for_sbatch(file: Path) -> re.Pattern[str]:
+    """Return the variables that would count before options in a job's file, and a job's own.
+
+    A job inherits the environment: inside another job, it would take itself for that one.
+    """
+    options = re.findall(r"^#SBATCH --([a-z-]+)", file.read_text("utf-8"), re.MULTILINE)
+    names = [option.upper().replace("-", "_") for option in options]
+    names += [*(["TIMELIMIT"] if "time" in options else []), "REQUEUE", "NO_REQUEUE", "ARRAY_INX"]
+    own = "SLURM_(?!CONF$|CLUSTERS$)"
+    return re.compile(f"SBATCH_({'|'.join(names)})$|{own}")
 
 
 def named(job: str) -> list[str]:
@@ -496,4 +532,13 @@ def new_folder(slurm: Slurm, name: str | None = None) -> Path:
 
 def folder_of_jobs(slurm: Slurm) -> Path:
     """Return the folder of all jobs, for this user only."""
-    return make_private(Path(slurm.folder).expanduser().absolute())
+    folder = Path(slurm.folder).expanduser().absolute()
+    if folder.is_symlink() and folder.lstat().st_uid == os.getuid():
+        folder = folder.resolve()  # such as ~/scratch
+    try:
+        return make_private(folder)
+    except PermissionError as error:
+        raise CloudError(
+            f"{folder} cannot keep the files of Slurm's jobs: {error.strerror}. Set another folder"
+            " in the profile."
+        ) from error

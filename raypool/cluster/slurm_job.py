@@ -105,6 +105,9 @@ NOT_FOR_SRUN = re.compile(
 )
 """srun takes options from these; its step has one task on each node, with all of the job there."""
 
+OF_USERS = re.compile("(SQUEUE|SCANCEL|SINFO|SCONTROL)_")
+"""Slurm's commands take options from these, which would hide jobs, or show them otherwise."""
+
 TOKEN, CONNECTION, STATUS = "token", "connection.json", "status.json"
 """Files in a job's folder: Ray's token, its addresses, and how the command has ended."""
 
@@ -145,15 +148,19 @@ def _set_at_end_of_input(event: threading.Event) -> None:
 # --- questions to Slurm ---------------------------------------------------------------------------
 
 
-def ask(*command: str) -> str:
+def ask(*command: str, without: re.Pattern[str] = OF_USERS) -> str:
     """Return the output of a command of Slurm.
+
+    Args:
+        command: The command.
+        without: The environment variables that it must not see.
 
     Raises:
         CloudError: It is not installed, or fails.
     """
     try:
         # the user's may name another format for times
-        environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+        environment = {**environment_without(without), "SLURM_TIME_FORMAT": "standard"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError as error:
         raise CloudError(

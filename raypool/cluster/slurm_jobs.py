@@ -100,6 +100,9 @@ class SlurmJobs(JobQueue):
                 "packages are for jobs on a Ray cluster. A Slurm job has the environment of this"
                 f" raypool: install {', '.join(self._profile.packages)} there instead."
             )
+        directory = Path(self._profile.working_dir or "").expanduser().absolute()
+        if not directory.is_dir():
+            raise InvalidValueError(f"working_dir={str(directory)!r} is not a folder.")
         folder = new_folder(self._slurm, request.job_id)
         env, call = dict(request.env), request.call
         if call is not None:
@@ -116,7 +119,6 @@ class SlurmJobs(JobQueue):
             env=env,
         )
         write_file(folder / FILE, text.encode())
-        directory = Path(self._profile.working_dir or "").expanduser().absolute()
         info = {
             "name": request.name,
             "command": " ".join(request.command),
@@ -216,7 +218,8 @@ class SlurmJobs(JobQueue):
                 if not job_id.isdecimal() or named(info["number"])[-1] == job_id:
                     return file.parent, info
         raise CloudError(
-            f"There is no job {job_id!r} in {root}. `raypool job status` lists the jobs there."
+            f"There is no job {job_id!r} in {root}. `raypool job status`, with the same --profile,"
+            " lists the jobs there."
         )
 
 
@@ -227,8 +230,10 @@ def _job_info(folder: Path, info: Mapping[str, Any], at: JobState) -> JobInfo:
         with suppress(FileNotFoundError):  # a job that begins again removes it
             status = json.loads((folder / STATUS).read_text())
     state = STATES.get(at.state, "failed")
+    # A job that is preempted is told to end, too, and says so; then Slurm queues it once more.
+    is_in_doubt = state == "queued" or (state == "running" and status.get("is_cancelled"))
     # the job's own word counts, so that its state is the same when Slurm has forgotten it
-    if at.state == GONE or (status and state != "queued"):
+    if at.state == GONE or (status and not is_in_doubt):
         state = "finished" if status.get("exit_code") == 0 else "failed"
         state = "cancelled" if status.get("is_cancelled") else state
     has_ended = state in ENDED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from raypool.cli.main import main
 from raypool.cluster import checks
+from raypool.cluster.hardening import asks_for_token, hardened, open_host
 
 SPEC = find_spec("ray")
 assert SPEC is not None
@@ -103,6 +105,32 @@ def test_any_form_of_an_entry_is_closed_and_comments_stay(tmp_path: Path) -> Non
     [_, head] = harden(file, BLOCK.replace(start, quoted))["head_start_ray_commands"]
     assert head.endswith("--dashboard-host=127.0.0.1")
     assert not open_ends(file)
+
+
+@pytest.mark.parametrize("host", ['="0.0.0.0"', " '0.0.0.0'", "  0.0.0.0", "=0.0.0.0"])
+def test_an_open_dashboard_is_closed_however_it_is_written(host: str) -> None:
+    start = f"ray start --head --dashboard-host{host}"
+    assert open_host(start) == "0.0.0.0"
+    file = (
+        f"provider: {{type: aws}}\nhead_start_ray_commands:\n  - |\n    # ray start:\n    {start}\n"
+    )
+    [command] = yaml.safe_load(hardened(file, "cluster.yaml"))["head_start_ray_commands"]
+    assert open_host(command) is None
+    assert asks_for_token(command)
+    assert command.startswith("# ray start:\nexport RAY_AUTH_MODE=token ")
+    assert not asks_for_token("# export RAY_AUTH_MODE=token\nray start --head")
+
+
+def test_commands_that_an_alias_repeats_are_closed_once() -> None:
+    file = """
+        provider: {type: aws}
+        head_start_ray_commands: &start [ray start --head]
+        worker_start_ray_commands: *start
+    """
+    content = yaml.safe_load(hardened(textwrap.dedent(file), "cluster.yaml"))
+    [command] = content["worker_start_ray_commands"]
+    assert command.count("RAY_AUTH_MODE=token") == 1
+    assert command.endswith("; ray start --head")
 
 
 def test_a_file_of_raypools_own_stays_as_it_is(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raypool import CloudError, InvalidValueError, Profile, Slurm, batch
+from raypool import CloudError, InvalidValueError, Profile, Slurm, WorkerResources, batch
 from raypool.cli.main import main
 from raypool.cluster import slurm, slurm_job
-from raypool.cluster.slurm import allocation_for
+from raypool.cluster.slurm import allocation_for, size_of
 from raypool.cluster.slurm_job import CONNECTION, STATUS, deadline
 from raypool.cluster.slurm_jobs import SlurmJobs
 
@@ -188,6 +188,53 @@ def test_the_users_format_of_times_does_not_count(monkeypatch: pytest.MonkeyPatc
     assert deadline("7") == time.mktime((2099, 1, 2, 3, 4, 5, 0, 0, -1)) - slurm_job.SPARE_S
 
 
+def test_no_variable_counts_before_the_profile_or_hides_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And those of the job in which this one is submitted stay with that."""
+    for name in (
+        *("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_REQUEUE", "SBATCH_QOS", "SBATCH_ACCOUNT"),
+        *("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CONF", "SQUEUE_PARTITION"),
+    ):
+        monkeypatch.setenv(name, "x")
+    command("sbatch", f"env >sbatch.env; {SBATCH}")
+    command("squeue", "env >squeue.env; echo 'RUNNING|None|N/A'")
+    jobs = SlurmJobs(Profile(slurm=Slurm(folder="jobs", partition="low", time=5)))
+    assert jobs.look(jobs.submit(["python", "train.py"])).state == "running"
+    seen = {line.partition("=")[0] for line in Path("sbatch.env").read_text().splitlines()}
+    assert {name for name in seen if name.startswith(("SBATCH", "SLURM"))} == {
+        *("SBATCH_QOS", "SBATCH_ACCOUNT"),  # of these the profile says nothing
+        *("SLURM_CONF", "SLURM_TIME_FORMAT"),
+    }
+    assert "SQUEUE" not in Path("squeue.env").read_text()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "each", "workers", "size"),
+    [
+        ({"nodes": 2}, {"cpus": 2}, 3, (2, 2, 4)),
+        ({}, {"cpus": 4}, None, (1, 1, 4)),
+        ({"gpus_per_node": 3}, {"gpus": 2}, 3, (3, 3, None)),
+        ({"gpus_per_node": 2}, {"gpus": 0.5}, 5, (2, 2, None)),
+        ({"gpus_per_node": 1}, {"gpus": 0.334}, 3, (1, 1, None)),
+    ],
+)
+def test_each_worker_fits_on_a_node(
+    slurm: dict[str, int],
+    each: dict[str, float],
+    workers: int | None,
+    size: tuple[int, int, int | None],
+) -> None:
+    wanted = Profile(slurm=Slurm(**slurm), resources=WorkerResources(**each))
+    assert size_of(wanted, workers, workers) == size
+
+
+def test_a_worker_that_fits_on_no_node_is_refused() -> None:
+    wanted = Profile(slurm=Slurm(gpus_per_node=2), resources=WorkerResources(gpus=4))
+    with pytest.raises(InvalidValueError, match="needs 4 GPUs of one node, but gpus_per_node=2"):
+        size_of(wanted, 1, 1)
+
+
 def test_folders_beside_and_below_an_environment_are_the_users(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +274,16 @@ def test_the_state_of_a_job_stays_the_same_when_slurm_forgets_it(
         assert jobs.look(job_id).state == state
 
 
+def test_a_preempted_job_that_is_queued_again_was_not_cancelled() -> None:
+    """It is told to end like a cancelled one, and Slurm knows better a moment later."""
+    jobs = SlurmJobs(profile())
+    job_id = jobs.submit(["python", "train.py"])
+    Path("jobs", job_id, STATUS).write_text(status(143, is_cancelled=True))
+    for by_slurm, state in (("COMPLETING", "running"), ("PENDING", "queued")):
+        command("squeue", f"echo '{by_slurm}|None|N/A'")
+        assert jobs.look(job_id).state == state
+
+
 def test_all_jobs_of_a_cluster_are_asked_for_at_once() -> None:
     """Also those that Slurm has forgotten."""
     jobs = SlurmJobs(profile())
@@ -243,6 +300,47 @@ def test_all_jobs_of_a_cluster_are_asked_for_at_once() -> None:
 
 
 # --- what is refused, and what is left ------------------------------------------------------------
+
+
+def test_a_working_dir_that_is_no_folder_is_refused() -> None:
+    jobs = SlurmJobs(profile(working_dir="missing"))
+    with pytest.raises(InvalidValueError, match=r"working_dir='.*/missing' is not a folder"):
+        jobs.submit(["python", "train.py"])
+    assert calls("sbatch") == []
+
+
+def test_an_option_that_does_not_exist_is_no_part_of_the_command() -> None:
+    words = ["job", "submit", "--slurm", "--nowait", "--", "python", "train.py"]
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, "Did you mean '--no-wait'" in done.output) == (2, True), done.output
+    assert calls("sbatch") == []
+
+
+def test_what_is_printed_at_ctrl_c_names_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("raypool.toml").write_text('[profiles.hpc]\nkind = "slurm"\nfolder = "jobs"\n')
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlurmJobs, "follow", interrupt)
+    done = CliRunner().invoke(main, ["job", "submit", "--profile", "hpc", "true", "--slurm"])
+    assert done.exit_code == 130
+    assert "`raypool job logs --follow --profile hpc raypool_" in done.output
+    [file] = Path("jobs").glob("*/job.sbatch")
+    assert file.read_text().splitlines()[-1].endswith("-- true --slurm")
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_folder_may_be_a_link_of_the_users(folder: Path, *, is_ours: bool) -> None:
+    (folder / "disk").mkdir()
+    Path("jobs").symlink_to(folder / "disk")
+    if not is_ours:
+        os.chown("jobs", 12345, -1, follow_symlinks=False)
+        with pytest.raises(CloudError, match="it is a link, and others could change its contents"):
+            SlurmJobs(profile()).submit(["true"])
+        return
+    job_id = SlurmJobs(profile()).submit(["true"])
+    assert (folder / "disk" / job_id).is_dir()
 
 
 def test_packages_are_refused_for_a_job() -> None:

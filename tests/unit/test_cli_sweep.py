@@ -455,7 +455,7 @@ import itertools, types
 from raypool.cli.job import _follow_to_end
 from raypool.cli.output import readers_may_go
 with readers_may_go():
-    _follow_to_end(types.SimpleNamespace(follow=lambda job: itertools.repeat("epoch\\n")), "job")
+    _follow_to_end(types.SimpleNamespace(follow=lambda job: itertools.repeat("epoch\\n")), "job", {})
 """
     assert piped(f"{code}'", folder).returncode == 141
 
