@@ -158,7 +158,8 @@ def _group(plan: ClusterPlan, group: NodeGroup, start: dict[str, str]) -> dict[s
     # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
     # if nothing could be installed, and fail later, without saying why.
     install = {"args": [f"{_install(plan)} || exit 1"]} if plan.packages else {}
-    python, cuda = plan.python.replace(".", ""), "-gpu" if group.gpus else ""
+    python = "".join(plan.python.split(".")[:2])  # as in the names of Ray's images
+    cuda = "-gpu" if group.gpus else ""
     container = {
         "name": "ray",
         "image": f"rayproject/ray:{version('ray')}-py{python}{cuda}",

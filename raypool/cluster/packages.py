@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 import raypool
 from raypool.errors import CloudError
@@ -70,10 +71,10 @@ def default_packages(
     for line in metadata.requires("raypool") or ():
         needed = Requirement(line)
         if needed.marker is None:
-            lines[needed.name.lower()] = pinned(needed.name)
+            lines[canonicalize_name(needed.name)] = pinned(needed.name)
     for line in more:
         check_requirement(line)
-        lines[Requirement(line).name.lower()] = line
+        lines[canonicalize_name(Requirement(line).name)] = line
     return tuple(line for _, line in sorted(lines.items()))
 
 
@@ -101,7 +102,8 @@ def check_requirement(line: str) -> None:
     try:
         wanted = Requirement(line)
     except InvalidRequirement as error:
-        raise CloudError(f"{line!r} is not a valid requirement for pip.") from error
+        at = f" Name the package: 'NAME @ {line}'." if "://" in line else ""
+        raise CloudError(f"{line!r} is not a valid requirement for pip.{at}") from error
     if wanted.name.lower() == "raypool" and (wanted.url is None or not is_sealed(wanted.url)):
         raise CloudError(BY_NAME)
 

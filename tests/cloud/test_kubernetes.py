@@ -106,6 +106,11 @@ def test_what_is_written_is_found_to_be_right(plan: ClusterPlan) -> None:
     assert not warnings_about(job(plan))
 
 
+def test_the_image_has_the_minor_version_of_python() -> None:
+    [head, *_] = groups(write(replace(PLANS["any GPU"], python="3.11.9")))
+    assert head["template"]["spec"]["containers"][0]["image"].endswith("-py311")
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import (

@@ -162,6 +162,13 @@ def test_a_package_that_would_take_raypool_from_an_index_is_refused(home: Path) 
     assert not list(home.iterdir())
 
 
+def test_a_package_replaces_the_one_of_its_name_however_that_is_spelled() -> None:
+    lines = packages.default_packages("gcp", ["google_api_python_client==2.1"])
+    assert [line for line in lines if "api" in line] == ["google_api_python_client==2.1"]
+    with pytest.raises(CloudError, match=r"Name the package: 'NAME @ git\+https://host/x'"):
+        packages.default_packages("gcp", ["git+https://host/x"])
+
+
 def a_cluster(home: Path, *more: str) -> Path:
     plan = draft("on-prem", hosts=HOSTS, packages=more)
     file = home / "folder" / "cluster.yaml"

@@ -81,10 +81,7 @@ def test_on_ray(run_suite: Callable[..., Any]) -> None:
         limit_s=1500,
         expected=EXPECTED
         | {
-            "test_dispatch_multiprocessing": MANAGER,
-            "test_initializer_context": MANAGER,
             "test_initializer_not_reused": MANAGER,
-            "test_initializer_parallel": MANAGER,
             "test_initializer_reused": MANAGER,
             "test_threadpool_limitation_in_child_override": (
                 "workers have the environment that they were started with"

@@ -52,8 +52,6 @@ def test_on_ray(run_suite: Callable[..., Any]) -> None:
             "test_grid_search_cv_splits_consistency": "a generator cannot be sent",
             "test_multi_metric_search_forwards_metadata": away,
             "test_search_callbacks_receive_search_instance": away,
-            "test_search_callbacks_with_partial_fit_failures": away,
-            "test_search_cv_verbose_3": away,
             "test_searchcv_raise_warning_with_non_finite_score": away,
         },
     )
