@@ -135,7 +135,11 @@ class CurrentTask:
 
     @property
     def store(self) -> ValueStore:
-        """The values that all tasks of the pool share; outside a pool, a store of this process."""
+        """The values that all tasks of the pool share; outside a pool, a store of this process.
+
+        Raises:
+            InvalidValueError: This is a rank of a training with lane="managed", which has none.
+        """
         from raypool.channel.store import store_here
 
         return store_here()

@@ -729,6 +729,7 @@ class QueueProxy:
         """Send a value."""
         way = this_process.link
         if way is None or self.is_of_task:
+            this_process.check_connected("DataQueue.put")
             raise InvalidValueError(
                 "This process neither made the queue nor is a worker of a pool of the process that"
                 " made it. Make the queue in the process that opens the pool, and call put() in"

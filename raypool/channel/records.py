@@ -303,6 +303,11 @@ def where(worker: WorkerInfo) -> str:
     return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
 
 
+def who(worker: WorkerInfo) -> str:
+    """Return in words a worker and its machine; only the machine if it has no number."""
+    return where(worker) if worker.index < 0 else f"worker {worker.index}, {where(worker)}"
+
+
 def named(numbers: Sequence[int]) -> str:
     """Return words for some items in messages.
 

@@ -219,6 +219,7 @@ class ValueStore:
     def _ask(self, verb: str, *args: Any) -> Any:
         answer = self._way.ask("store", self._key, verb, *args)
         if answer is None:
+            this_process.check_connected("The store")
             raise InvalidValueError(
                 "This store belongs to another pool than this task. Use current_task().store, or"
                 " send the value."
@@ -250,7 +251,10 @@ def _arrived(key: str) -> ValueStore:
 
 def store_here() -> ValueStore:
     """Return the store of this task's pool; outside a pool, one of this process."""
-    return ValueStore(way_finder_here()())
+    find_way = way_finder_here()
+    if find_way is _link_or_own:  # else this is a task of a pool in this process
+        this_process.check_connected("The store")
+    return ValueStore(find_way())
 
 
 def way_finder_here() -> FindWay:

@@ -27,7 +27,7 @@ from raypool.channel.hub import Hub
 from raypool.channel.records import Function, Refusal, WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import Traffic
-from raypool.channel.users_code import Project, generators_of
+from raypool.channel.users_code import Project, Snapshot, generators_of
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
@@ -196,7 +196,7 @@ class Engine:
         name = function_name(fn)
         # every time: what it refers to may have changed since the last call
         packed = self.backend.pack(fn, f"the function {name}")
-        project = None if self._project is None else self._project.look()
+        project = self.project()
         with self._lock:
             if not isinstance(packed, bytes):
                 return Function(next(self._function_ids), packed, name, project)
@@ -217,6 +217,10 @@ class Engine:
                 (oldest, _), _ = self._known.popitem(last=False)
                 self._known_bytes -= len(oldest)
             return function
+
+    def project(self) -> Snapshot | None:
+        """Return the user's modules as they are now; None if the workers are in this process."""
+        return None if self._project is None else self._project.look()
 
     def anew(self, function: Function) -> Function:
         """Return a function under another number: each worker opens it again."""

@@ -64,7 +64,10 @@ class GangWork(Work, Protocol):
 def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
     """Return the user's exception with a note of where it happened, and its traceback there."""
     error, remote_traceback = failure
-    note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where(worker)})"
+    place = where(worker)
+    if worker.index >= 0:
+        place = f"worker {worker.index} ({place})"
+    note = f"raypool: {label}, attempt {piece.attempt}, {place}"
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from raypool.channel.records import WorkerInfo, where
+from raypool.channel.records import WorkerInfo, who
 from raypool.errors import (
     CollectiveError,
     LossReason,
@@ -79,7 +79,7 @@ def spmd_error(name: str, ends: Sequence[RankFailure], timeout_s: float | None) 
     culprits = [end for end in ends if not _is_interrupted(end.error)]
     first = (culprits or ends)[0]
     failures = {end.rank: end.error for end in culprits or [first]}
-    worker = f"worker {first.worker.index}, {where(first.worker)}"
+    worker = who(first.worker)
     if isinstance(first.error, CollectiveError):
         fact = f"The ranks of {name} could not continue together: {first.error}"
     elif not culprits:

@@ -64,7 +64,7 @@ def _noted(file: Path) -> CompleteCheckpoint | None:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         index, metrics = record["index"], record["metrics"]
-        path = Path(record.get("path") or file.with_suffix(""))
+        path = file.parent / (record.get("path") or file.stem)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     is_ours = isinstance(index, int) and isinstance(metrics, dict)
@@ -201,12 +201,16 @@ def note_down(
     folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None
 ) -> None:
     """Write the json file that completes a checkpoint; see `commit`."""
+    place = None if elsewhere is None else Path(elsewhere)
+    # the folder of the run may be moved, with what is in it
+    if place is not None and ".." not in place.parts and place.is_relative_to(folder.parent):
+        place = place.relative_to(folder.parent)
     record = {
         "index": index,
         "time": time.time(),
         "attempt": attempt,
         "metrics": plain_metrics(metrics),
-        "path": elsewhere,
+        "path": None if place is None else str(place),
     }
     file = folder.with_name(f"{folder.name}.json")
     spare = file.with_name(f".{file.name}{PARTIAL}")

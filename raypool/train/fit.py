@@ -72,6 +72,7 @@ def prepare_fit(
     batch_size = (options.mini_batch_size or MINI_BATCH_SIZE) * scale
     division = divide(len(samples), batch_size, options.accumulate_steps)
     _check_shares(division, batch_size, chosen)
+    model = _copied(model)
     notes += _notes_on_samples(division, batch_size, options)
     course = _course(options, division, scale)
     rate_scale = scale if options.scale_learning_rate == "linear" else 1
@@ -151,6 +152,20 @@ def _make(model: Callable[[], Any]) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
+def _copied(model: Any) -> Any:
+    """Return a model as it is now: the user may change it before the result is there."""
+    if not isinstance(model, nn.Module):
+        return model
+    try:
+        return copy.deepcopy(model).to("cpu")
+    except Exception as error:
+        raise InvalidTypeError(
+            f"The model cannot be copied ({type(error).__name__}: {error}), as is needed to train"
+            " it. Keep its tensors as parameters or buffers, create files, locks and the like on"
+            " first use, or pass a function that makes the model."
+        ) from error
+
+
 def _check_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         check_module(model)
@@ -182,6 +197,14 @@ def _check_loss(loss: Any) -> None:
             f"loss={loss!r} is not callable. Pass a function of outputs and targets, such as"
             " torch.nn.functional.cross_entropy."
         )
+    if isinstance(loss, nn.Module):
+        trained = [name for name, each in loss.named_parameters() if each.requires_grad]
+        if trained:
+            raise InvalidValueError(
+                f"loss, a {type(loss).__name__}, has {len(trained)} parameters that require"
+                f" gradients, such as {trained[0]!r}, but only those of the model are trained. Put"
+                " them into the model, or freeze them: loss.requires_grad_(False)."
+            )
     # of a functools.partial
     given = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", "mean"))
     if given in ("sum", "none"):

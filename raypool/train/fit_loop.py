@@ -93,6 +93,9 @@ class RankTraining:
                 self._best = None
                 self._progress = self._progress._replace(best_loss=math.inf, worse_in_a_row=0)
                 self._is_overdue = self._progress.epoch >= options.max_epochs
+            if options.output_model == "best" and self._best is None:
+                # the model of that loss was not kept: a later one can be the best only without it
+                self._progress = self._progress._replace(best_loss=math.inf)
         self._reason = "max_epochs"
         self._is_lost = self._has_saved = False
         self._reported_at = self._looked_at = time.perf_counter()

@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow.fs
 import ray
 import ray.data
 import ray.train
@@ -58,6 +59,7 @@ from raypool.backends.ray.packing import Packed, pack, pack_error, snapshot, unp
 from raypool.channel import capture
 from raypool.channel.hub import Hub, Outbox
 from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
+from raypool.channel.users_code import Follower, Snapshot
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice, TaskState
 from raypool.engine import explanations
@@ -98,10 +100,12 @@ from raypool.train.checkpoints import (
     RankEnd,
     TrainingAttempt,
     add_reports,
+    check_name,
     forget_deleted,
     latest,
     next_index,
     note_down,
+    plain_metrics,
     ranked,
 )
 from raypool.train.ray_train import checked, with_config
@@ -180,6 +184,7 @@ class ManagedLane:
                 ' theirs. Use lane="warm", or a pool with one worker per GPU.'
             )
         self.packed = pack((loop, config), f"the loop {function_name(loop)} and its config")
+        self.project = engine.project()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -266,7 +271,7 @@ class ManagedLane:
         if running.logging_config == LoggingConfig():
             changed["logging_config"] = LoggingConfig(log_level="ERROR")
         made = self.trainer(
-            ManagedLoop(self.packed, coordinator, plan),
+            ManagedLoop(self.packed, self.project, coordinator, plan),
             scaling_config=scaling,
             run_config=replace(running, **changed),
             **self.given,
@@ -512,7 +517,8 @@ class ManagedAttempt:
                 self._ends.clear()
                 self._failures.clear()
             case "rank", rank, host, pid, gpus:
-                self._workers[rank] = WorkerInfo(rank, host, pid, gpus)
+                # Ray Train has placed it: it is none of the pool's workers
+                self._workers[rank] = WorkerInfo(-1, host, pid, gpus)
             case "end", rank, value, metrics:
                 self._ends[rank] = RankEnd(value, metrics)
             case "failure", rank, is_cut_off, packed, at:
@@ -891,10 +897,16 @@ class ControllerHooks(
 
 
 class ManagedLoop:
-    """The user's loop, packed with its configuration, as Ray Train calls it in each rank."""
+    """The user's loop, packed with its configuration, as Ray Train calls it in each rank.
 
-    def __init__(self, packed: Packed, coordinator: Any, plan: TrainingAttempt) -> None:
+    `project`: the modules of the process that packed it.
+    """
+
+    def __init__(
+        self, packed: Packed, project: Snapshot | None, coordinator: Any, plan: TrainingAttempt
+    ) -> None:
         self._packed = packed
+        self._project = project
         self._coordinator = coordinator
         self._plan = plan
 
@@ -926,6 +938,8 @@ class ManagedLoop:
         utils = _Utils(coordinator, self._plan, note)
         set_train_fn_utils(utils)
         try:
+            if self._project is not None:
+                Follower().follow(self._project)
             loop = with_config(*unpack(self._packed))
             value = snapshot(loop(), f"what rank {rank} returns back")
         except BaseException as error:
@@ -943,7 +957,7 @@ class ManagedLoop:
 def _become_worker(note: TaskContext) -> None:
     """Let user code find here what it finds in a worker of the pool."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it logs each report, into the diary
-    this_process.is_worker = True
+    this_process.is_worker = this_process.is_managed = True
     let_notes_travel()
     capture.install()
     this_process.running = note
@@ -962,11 +976,20 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         self._plan = plan
         self._note = note
         self._num_reports = 0
+        self._names: set[str] = set()  # of checkpoints, as rank 0 has reported them
         self.metrics: dict[str, Any] | None = None
 
-    def report(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def report(
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        checkpoint_dir_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Agree with the other ranks, then report."""
         metrics = checked(metrics)
+        check_name(checkpoint_dir_name)
         context, note = self.get_context(), self._note
         self._num_reports += 1
         rank = context.get_world_rank()
@@ -984,8 +1007,31 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         if rank == 0:
             note.say(note, "metrics", (time.time(), metrics))
         prepare_successors()
-        self._check_rated(args[0] if args else kwargs.get("checkpoint"), metrics)
-        super().report(metrics, *args, **kwargs)
+        if checkpoint is not None:  # Ray Train writes them down as JSON, and fails on an array
+            metrics = plain_metrics(metrics)
+        self._check_rated(checkpoint, metrics)
+        if rank == 0 and checkpoint_dir_name is not None:  # the name that counts is rank 0's
+            checkpoint_dir_name = self._free_name(checkpoint_dir_name)
+        super().report(metrics, checkpoint, checkpoint_dir_name, *args, **kwargs)
+
+    def _free_name(self, name: str) -> str:
+        """Return the name for a checkpoint, with a number added if the name was used."""
+        # Ray Train would overwrite the earlier one, and then delete both as outdated
+        storage = self.get_context().get_storage()
+
+        def is_free(name: str) -> bool:
+            path = storage.build_checkpoint_path_from_name(name)
+            found = storage.storage_filesystem.get_file_info(path)
+            return found.type is pyarrow.fs.FileType.NotFound
+
+        numbered = (f"{name}-{number:06d}" for number in itertools.count(2))
+        name = next(
+            each
+            for each in itertools.chain([name], numbered)
+            if each not in self._names and is_free(each)
+        )
+        self._names.add(name)
+        return name
 
     def _check_rated(self, checkpoint: Any, metrics: dict[str, Any]) -> None:
         """Refuse a checkpoint without the metric by which the best are kept."""

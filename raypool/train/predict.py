@@ -252,7 +252,7 @@ class Predictor:
             tensors = (*model.parameters(), *model.buffers())
             dtype = next((each.dtype for each in tensors if each.is_floating_point()), None)
         outputs = []
-        with torch.inference_mode():
+        with torch.no_grad():  # in pools of this process the user gets these very tensors
             # an empty piece is one empty mini-batch: its outputs have the right shape
             for first in range(piece.start, piece.stop, self._size) or [piece.start]:
                 last = min(first + self._size, piece.stop)

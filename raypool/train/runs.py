@@ -116,6 +116,13 @@ def checkpoint_folder(checkpoint: Any) -> Path:
             "start_from must be the folder of a checkpoint or a ray.train.Checkpoint, not"
             f" {checkpoint!r}."
         )
+    filesystem = getattr(checkpoint, "filesystem", None)
+    if "://" in str(path) or getattr(filesystem, "type_name", "local") != "local":
+        raise InvalidValueError(
+            f"start_from={path} is in remote storage, but a training begins with a folder that all"
+            " machines see. Copy it to one first, with checkpoint.to_directory(folder) of a"
+            " ray.train.Checkpoint, and pass that folder."
+        )
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise InvalidValueError(

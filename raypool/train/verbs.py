@@ -46,8 +46,6 @@ def train(  # noqa: PLR0913, PLR0917 - the arguments of the verb
         raise InvalidTypeError(
             f"config={config!r} is a {type(config).__name__}. Pass a dict, or leave it out."
         )
-    if lane not in LANES:
-        raise InvalidValueError(f"lane must be 'warm' or 'managed', not {lane!r}.")
     if lane == "warm":
         _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
         check_names_in(loop)
@@ -182,6 +180,8 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
     from raypool.train.controller import Controller, WarmLane, start_run
     from raypool.train.runs import TrainingRun, run_folder
 
+    if lane not in LANES:
+        raise InvalidValueError(f"lane must be 'warm' or 'managed', not {lane!r}.")
     engine = places.engine
     if lane == "warm":
         chosen: WarmLane | ManagedLane = WarmLane(engine, loop, config)

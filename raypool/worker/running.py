@@ -14,7 +14,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raypool.errors import TaskCancelled
+from raypool.errors import InvalidValueError, TaskCancelled
 
 if TYPE_CHECKING:
     from raypool.backends.ray.worker import WorkerLink
@@ -99,20 +99,34 @@ class ProcessContext:
             context of their own.
         link: The connection of a worker process to its pool; None in any other process.
         is_worker: Whether this process is a worker: a pool that is opened in it is a serial one.
+        is_managed: Whether it is a rank of the managed lane, which has no connection to the pool.
         is_retired: Whether this process is a worker that begins no more tasks.
     """
 
-    __slots__ = ("is_retired", "is_worker", "link", "running")
+    __slots__ = ("is_managed", "is_retired", "is_worker", "link", "running")
 
     def __init__(self) -> None:
         self.running: TaskContext | None = None
         self.link: WorkerLink | None = None
         self.is_worker = False
+        self.is_managed = False
         self.is_retired = False
 
     def retire(self) -> None:
         """Let a worker process be replaced before the next task; elsewhere this has no effect."""
         self.is_retired = self.is_worker
+
+    def check_connected(self, what: str) -> None:
+        """Make sure that this process can reach its pool.
+
+        Raises:
+            InvalidValueError: It is a rank of the managed lane.
+        """
+        if self.is_managed:
+            raise InvalidValueError(
+                f'{what} is not available with lane="managed", whose ranks are processes of Ray'
+                ' Train\'s, without a connection to the pool. Use lane="warm".'
+            )
 
     def fall_silent(self) -> None:
         """Turn off reports and output: a forked child has no thread left that would send them."""

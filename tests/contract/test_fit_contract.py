@@ -113,6 +113,24 @@ def test_the_model_comes_back_ready_to_use(pool: ParallelPool) -> None:
     assert given.training
 
 
+@pytest.mark.threads
+def test_the_model_trained_is_that_of_the_call(make_gate: Any) -> None:
+    """Whatever becomes of it while it waits and trains."""
+    gate, given = make_gate(), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)).double()
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        gate.wait()
+        return mse_loss(outputs, targets)
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        run = pool.fit(given, (INPUTS, TARGETS), loss, options())
+        given[0], given[1] = nn.Linear(4, 9), nn.Linear(9, 1)
+        gate.open()
+        model = run.result(WAIT_S).model
+    assert [each.out_features for each in model] == [5, 1]
+    assert model[0].weight.dtype == torch.float64
+
+
 def test_a_table_of_classes(pool: ParallelPool) -> None:
     frame = pd.DataFrame(INPUTS, columns=list("abcd")).assign(label=(TARGETS[:, 0] > 0).astype(int))
     changes = {"max_epochs": 20, "learning_rate": 0.1, "optimizer": "adam"}
@@ -481,6 +499,25 @@ def test_a_new_run_from_a_checkpoint_judges_by_its_own_validations(
     assert_same(rest.model, first.model)
 
 
+def test_the_best_since_it_is_wanted(alone: ParallelPool, tmp_path: Any) -> None:
+    """A run without that has kept no model of its lowest loss, which no later one reaches."""
+
+    def uphill(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: 1.0 if epoch < 3 else -0.1
+        )
+
+    kept = RunOptions(run_dir=tmp_path)
+    changes = {"validation_data": (INPUTS, TARGETS), "schedule": uphill}
+    first = fit(alone, run_options=kept, max_epochs=3, **changes)
+    result = fit(alone, run_options=kept, max_epochs=6, output_model="best", **changes)
+    losses = result.metrics_frame["validation_loss"].tolist()
+    assert first.metrics["validation_loss"] < losses[0] < losses[-1]
+    with torch.no_grad():
+        loss = mse_loss(result.model(torch.tensor(INPUTS)), torch.tensor(TARGETS)).item()
+    assert loss == pytest.approx(losses[0])
+
+
 def test_a_start_from_a_checkpoint_that_leaves_no_epoch_is_said(
     alone: ParallelPool, tmp_path: Any, caplog: Any
 ) -> None:
@@ -693,6 +730,8 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
         InvalidValueError, match="every 3 epochs, but a checkpoint is saved every 2"
     ):
         pool.fit(make_model, data, mse_loss, rare, lane="managed", run_options=kept_by)
+    with pytest.raises(InvalidValueError, match="'warm' or 'managed', not 'Warm'"):
+        pool.fit(make_model, data, mse_loss, lane="Warm")
     with pytest.raises(InvalidTypeError, match="progress must be True"):
         pool.fit(make_model, data, mse_loss, progress=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="model=3"):

@@ -228,6 +228,15 @@ def test_output_is_called_where_the_model_is(pool: ParallelPool, make_pool: Any)
     assert (os.getpid() in pids) is not make_pool.is_in_processes
 
 
+@pytest.mark.everywhere
+def test_what_it_returns_can_be_changed_and_used_in_a_training(pool: ParallelPool) -> None:
+    (row,) = pool.predict(nn.Linear(4, 3), torch.ones(1, 4), output=list)
+    row += 1
+    weight = torch.ones(3, requires_grad=True)
+    (row * weight).sum().backward()
+    assert torch.equal(weight.grad, row)
+
+
 def test_what_is_no_array_comes_as_a_list(pool: ParallelPool) -> None:
     x = np.arange(10)
     names = pool.predict(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import importlib
 import os
 import signal
 import tempfile
@@ -19,6 +20,7 @@ import pytest
 
 from raypool import (
     CompositeError,
+    DataQueue,
     InvalidTypeError,
     InvalidValueError,
     ParallelPool,
@@ -231,6 +233,49 @@ def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
     assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 2
 
 
+OWN_MODULE = """
+import sys, tempfile
+import numpy as np
+import ray.train
+from raypool import current_task
+
+def learn(config):
+    errors = []
+    for use in (lambda: current_task().store, lambda: config["queue"].put(1)):
+        try:
+            use()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    for step in range(3):
+        folder = ray.train.Checkpoint.from_directory(tempfile.mkdtemp())
+        metrics = {"loss": step, "weights": np.eye(2)}
+        ray.train.report(metrics, checkpoint=folder, checkpoint_dir_name="last")
+    return sys.argv, errors
+"""
+
+
+def test_a_loop_in_a_module_of_the_users_that_keeps_one_name(
+    pool: ParallelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found in the folders that the script has added, and told what is not there."""
+    (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py", "--fast"])
+    own_module = importlib.import_module("own_module")
+    kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1)
+    config = {"queue": DataQueue()}
+    run = pool.train(own_module.learn, config, workers=1, lane="managed", run_options=kept)
+    result = run.result(LONG_S)
+    ((argv, errors),) = result.values
+    assert argv == ["script.py", "--fast"]
+    for error, what in zip(errors, ("The store", "DataQueue.put"), strict=True):
+        assert error.startswith(f'InvalidValueError: {what} is not available with lane="managed"')
+    assert [path.name for path in (tmp_path / "run").glob("last*.json")] == ["last-000003.json"]
+    ((_, metrics),) = result.best_checkpoints
+    assert metrics == {"loss": 2, "weights": [[1, 0], [0, 1]]}
+    assert result.metrics["weights"].shape == (2, 2), "reports are as they were"
+
+
 class Notes(UserCallback):  # type: ignore[misc]
     """Notes in a file what was reported."""
 
@@ -319,7 +364,7 @@ def test_an_exception_of_the_loops_ends_it(pool: ParallelPool, tmp_path: Path) -
 
     run = pool.options(retries=2).train(fail, {}, workers=2, lane="managed", **folders(tmp_path))
     with pytest.raises(
-        TrainingError, match=r"Rank 1 of fail \(worker 1, .*\) failed: KeyError: 'bad sample'"
+        TrainingError, match=r"Rank 1 of fail \([^)]*GPU 1\) failed: KeyError: 'bad sample'"
     ) as caught:
         run.result(LONG_S)
     error = caught.value

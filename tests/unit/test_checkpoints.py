@@ -134,6 +134,18 @@ def test_one_that_stays_elsewhere_is_noted(run_dir: Path, tmp_path: Path) -> Non
     assert len(list_kept(run_dir)) == 1
 
 
+def test_one_kept_in_place_moves_with_its_run(run_dir: Path, tmp_path: Path) -> None:
+    """So does one of an earlier raypool that noted where it was, as long as it is there."""
+    place = run_dir / "mine" / "epoch 1"
+    place.mkdir(parents=True)
+    assert commit(open_partial(run_dir, None, "token"), {}, 1, str(place)) == place
+    old = {"index": 7, "metrics": {}, "path": str(place)}
+    (run_dir / "old.json").write_text(json.dumps(old))
+    assert [kept.path for kept in list_kept(run_dir)] == [place, place]
+    moved = run_dir.rename(tmp_path / "moved")
+    assert [kept.path for kept in list_kept(moved)] == [moved / "mine" / "epoch 1"]
+
+
 def test_names_that_are_no_folder() -> None:
     for name in ["", ".hidden", "a/b", "/tmp/x", "..", "a\0b"]:
         with pytest.raises(InvalidValueError, match="checkpoint_dir_name"):

@@ -518,6 +518,17 @@ def test_a_loss_that_is_no_mean(loss: Any) -> None:
         )
 
 
+def test_a_loss_that_would_have_to_be_trained() -> None:
+    """A frozen one is taken."""
+    loss: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    data = torch.ones(2, 1), torch.ones(2, 1)
+    prepare = functools.partial(prepare_fit, torch.nn.Linear(1, 1), data, loss)
+    with pytest.raises(InvalidValueError, match=r"has 2 parameters .*'0.weight'.* into the model"):
+        prepare(TrainingOptions(), on_cpus(1))
+    loss.requires_grad_(False)
+    assert job_of(prepare(TrainingOptions(), on_cpus(1))).loss is loss
+
+
 def test_the_data_travel_once() -> None:
     data = (torch.zeros(9, 3), torch.zeros(9, 1))
     call = prepare(on_cpus(1), validation_data=data, patience=2)

@@ -29,7 +29,6 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypool import parpool
 from raypool.backends.ray.packing import pack_error
-from raypool.channel.records import WorkerInfo
 from raypool.errors import (
     InvalidValueError,
     LossReason,
@@ -106,7 +105,7 @@ def test_a_checkpoint_to_resume_from_needs_no_metric(monkeypatch: pytest.MonkeyP
     """Such as `fit` keeps at a stop; one with others than the best is judged by is refused."""
     reported: list[Any] = []
     base = managed._Utils.__mro__[1]
-    monkeypatch.setattr(base, "report", lambda self, *args, **kwargs: reported.append(kwargs))
+    monkeypatch.setattr(base, "report", lambda self, *args: reported.append(args))
     context = types.SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: 2)
     monkeypatch.setattr(base, "get_context", lambda self: context)
     monkeypatch.setattr(managed.ray, "get", lambda answer: answer)
@@ -117,7 +116,7 @@ def test_a_checkpoint_to_resume_from_needs_no_metric(monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidValueError, match="without best_metric='loss'"):
         utils.report({"los": 1.0}, checkpoint="a checkpoint")
     utils.report({}, checkpoint="a checkpoint")
-    assert reported == [{"checkpoint": "a checkpoint"}]
+    assert reported == [({}, "a checkpoint", None)]
 
 
 # --- what is kept of its reports ------------------------------------------------------------------
@@ -180,7 +179,8 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(managed.shortages, "holders", lambda: ("a notebook (1 GPU)",))
     lane: Any = types.SimpleNamespace(bundle=lambda: {"GPU": 1.0})
     made = ManagedAttempt(lane, TrainingAttempt("mine", 2, "/nowhere"), 3, Options(timeout_s=1.5))
-    made._workers = {rank: WorkerInfo(rank, "host", 1) for rank in range(3)}
+    for rank in range(3):
+        made._take(("rank", rank, "host", 1, ()))
     return made
 
 
@@ -193,7 +193,8 @@ def test_the_exception_of_the_users_is_in_front(attempt: Any) -> None:
     assert isinstance(error, SpmdError)
     assert (error.first_rank, set(error.failures)) == (2, {2})
     assert isinstance(error.__cause__, KeyError)
-    assert "Rank 2 of mine (worker 2, host) failed: KeyError: 'x'" in str(error)
+    assert "Rank 2 of mine (host) failed: KeyError: 'x'" in str(error), "no worker of the pool's"
+    assert error.__cause__.__notes__[0] == "raypool: rank 2 of mine, attempt 2, host"
 
 
 def test_a_process_that_has_gone_is_a_lost_worker(attempt: Any) -> None:

@@ -517,6 +517,7 @@ CANNOT_WORK = [
         "must be the folder of a checkpoint or a ray.train.Checkpoint",
     ),
     ("start_from", "/nowhere/at/all", InvalidValueError, "no such folder"),
+    ("start_from", "s3://bucket/run", InvalidValueError, "remote storage.*Copy it to one first"),
 ]
 
 
@@ -529,6 +530,9 @@ def test_options_that_cannot_work() -> None:
 def test_checkpoints_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="the folder is empty"):
         RunOptions(start_from=tmp_path)
+    bucket = SimpleNamespace(path="bucket/run", filesystem=SimpleNamespace(type_name="s3"))
+    with pytest.raises(InvalidValueError, match="remote storage"):
+        RunOptions(start_from=bucket)
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(InvalidValueError, match="it is a file"):
