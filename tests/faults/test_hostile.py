@@ -122,6 +122,16 @@ def test_an_exception_whose_attributes_raise(pool: ParallelPool) -> None:
     assert "Unready" in f"{names[0]} {errors[0]}"
 
 
+def test_an_error_of_pythons_own_stays_one_without_what_cannot_travel(pool: ParallelPool) -> None:
+    def fn() -> None:
+        error = RecursionError("deep")
+        error.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
+        raise error
+
+    error = pool.parfeval(fn).exception(300)
+    assert (type(error), str(error)) == (RecursionError, "deep")
+
+
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")

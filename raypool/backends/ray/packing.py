@@ -622,6 +622,9 @@ def pack_error(error: BaseException) -> bytes:
         pickle.loads(body)  # it may be an exception that cannot be unpickled
     except BaseException:  # it runs the user's code
         body = None
+        if type(error).__module__ == "builtins":  # a RecursionError may have deep attributes
+            with contextlib.suppress(BaseException):
+                body = pickle.dumps(type(error)(*error.args), protocol=5)
     return pickle.dumps((body, summary, text, notes_of(error)), protocol=5)
 
 
