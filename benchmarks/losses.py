@@ -119,6 +119,15 @@ PICKLED_AT_ONCE = (
     "A call is pickled as it is handed in, so what cannot be sent is said there; and who hands in"
     " many lets the thread that starts them go ahead now and then."
 )
+MPIRE_AGAIN = (
+    "The four records of 2026-11-22 to 11-29 lie between 0.97 and 1.01 times: about level, with a"
+    " lead of 10 to 20 us for MPIRE in two of them."
+)
+BY_HAND_AGAIN = (
+    "The nine records of 2026-11-22 to 11-29 lie between 0.91 and 1.09 times: steps of 1.5 ms"
+    " differ more between runs than the two loops do."
+)
+FABRIC_AGAIN = "The three records of 2026-11-22 to 11-29 lie between 0.98 and 1.02 times."
 ONE_AT_A_TIME = (
     "Here each worker gets its next item when raypool has heard of the one before; the bare calls"
     " are all sent at once."
@@ -310,6 +319,10 @@ REASONS = (
     Reason("search", "*: best loss", "Tune's ASHA, actors reused", OTHER_DRAWS),
     Reason("search", "successive halving, *: workers idle*", "nothing", BETWEEN_PARTS),
     Reason("search_digits", "*: after 1 s", "*", FIRST_DRAWS),
+    Reason("search_digits", "*: after 1.5 s", "Optuna's Hyperband", FIRST_DRAWS),
+    Reason("peers", "at once: 1 ms", "MPIRE", MPIRE_AGAIN),
+    Reason("train", "training, 2 workers: a step of a small model, *", "*", BY_HAND_AGAIN),
+    Reason("launchers", "a step: big model, 1 worker", "Lightning Fabric", FABRIC_AGAIN),
     Reason(
         "queue",
         "DataQueue, *: a message, by get",
