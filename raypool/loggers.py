@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import math
-import numbers
 import os
 import re
 import time
@@ -29,7 +28,7 @@ from raypool.errors import (
     did_you_mean,
     whole_number,
 )
-from raypool.views.words import describe_error, number_in
+from raypool.views.words import describe_error, is_real, number_in
 
 if TYPE_CHECKING:
     from raypool.engine.loop import LoopWork
@@ -403,7 +402,7 @@ def numbers_of(value: Any, prefix: str = "") -> dict[str, float]:
     """
     found = {}
     for name, entry in _flat("value", value):
-        if isinstance(entry, numbers.Real):
+        if is_real(entry):
             with contextlib.suppress(OverflowError):  # an int beyond all floats
                 found[prefix + name] = float(entry)
     return found

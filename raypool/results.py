@@ -843,10 +843,11 @@ def direction(column: str) -> Literal["min", "max"]:
 
 def _is_finite(value: Any) -> bool:
     """Whether this number can be the best of several."""
+    from raypool.views.words import is_real
+
     if isinstance(value, Decimal):
         return value.is_finite()  # a Decimal is no Real
-    is_number = isinstance(value, numbers.Real)
-    return is_number and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
+    return is_real(value) and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
 
 
 def _restored(  # noqa: PLR0913, PLR0917 - a pickle has them by position

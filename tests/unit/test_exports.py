@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pandas as pd
 import pytest
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 
 from raypool import (
     InvalidTypeError,
+    InvalidValueError,
     current_task,
     load_checkpoint,
     parpool,
@@ -34,6 +36,7 @@ from raypool.loggers import (
     TrackioLogger,
     WandbLogger,
 )
+from raypool.watch.run_reader import RunReader
 
 # --- readers --------------------------------------------------------------------------------------
 
@@ -426,6 +429,28 @@ def test_integers_that_floats_would_round(tmp_path: Path) -> None:
     for place in ("live", "saved"):
         found = read_tensorboard(tmp_path / place)
         assert [str(found[item][0]["seed"]) for item in range(4)] == [*map(str, seeds[:3]), "5.0"]
+
+
+@pytest.mark.parametrize("is_one_failed", [False, True])
+def test_a_duration_of_numpy_is_no_number(is_one_failed: bool, tmp_path: Path) -> None:
+    """Although NumPy has it among its integers."""
+
+    def work(x: int) -> dict[str, Any]:
+        if x == 2 and is_one_failed:
+            raise ValueError
+        return {"score": x, "took": np.timedelta64(x, "s")}
+
+    with parpool(profile="inline", quiet=True) as pool:
+        results = pool.parfor(work, range(3), on_error="collect", run_dir=tmp_path / "run")
+    assert results.to_frame()["took"][1] == np.timedelta64(1, "s")
+    best = results.best("score")
+    assert best.name == 2 - is_one_failed
+    with pytest.raises(InvalidValueError, match="took"):
+        results.best("took", "min")
+    assert "score" in results._repr_html_()
+    results.report(tmp_path / "report.html")
+    results.to_tensorboard(tmp_path / "tb")
+    assert RunReader(tmp_path / "run").look()["best"]["item"] == best.name
 
 
 def test_a_relative_folder_of_tensorboard_is_that_where_the_logger_was_made(

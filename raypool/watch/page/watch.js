@@ -408,7 +408,7 @@ function describe(details) {
   byId("item-traceback").parentElement.hidden = !traceback;
   const fields = [...new Set([...Object.keys(config ?? {}), ...Object.keys(differs ?? {})])], hasOther = Object.keys(differs ?? {}).length > 0;
   fill("item-config", ["configuration", "this item", ...(hasOther ? ["the best"] : [])], fields.map((name) => {
-    const [here, best] = differs?.[name] ?? [config[name], config[name]];
+    const [here, best] = Object.hasOwn(differs ?? {}, name) ? differs[name] : [config[name], config[name]];
     return [name, digits(here), ...(hasOther ? [digits(best)] : [])];
   }), (y) => Object.hasOwn(differs ?? {}, fields[y]));
   fill("item-metrics", ["metric", "last"], Object.entries(metrics ?? {}).map(([name, value]) => [name, digits(value)]));
