@@ -174,6 +174,7 @@ class LoopWork:
         self.sent_as: Callable[[int], Any] | None = None
         # whether an item with an outcome may run once more; None: none does
         self.may_run_again: Callable[[int], bool] | None = None
+        self.is_pruned: Callable[[int], bool] = lambda index: False
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
         # for those who watch: the state of the loop, and what becomes of a request

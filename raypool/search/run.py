@@ -495,6 +495,7 @@ class Search(LoopRun):
         self._study.choose_sampler(options.sampler, sampler, options.seed)
         work.sent_as = self._sent
         work.may_run_again = lambda index: self.trials[index].handle is not None
+        work.is_pruned = lambda index: self.trials[index].state == "pruned"
 
     # --- the loop ---------------------------------------------------------------------------------
 
