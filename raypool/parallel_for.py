@@ -187,10 +187,10 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         max_workers=max_workers or None, chunk_size=chunk_size
     )
     if watch:  # first: what it raises leaves no folder in use
-        target.watch(run_dir).show()
+        view.watch(run_dir).show()
     work = new_loop(fn, function, how, run_dir, rerun)
     del function  # the traceback of an error would keep it in workers
-    engine.run_dir = work.run_dir or engine.run_dir
+    view._engine.run_dir = work.run_dir or view._engine.run_dir
     with EndNotice(on_end, work) as notice:
         with (
             contextlib.closing(work),

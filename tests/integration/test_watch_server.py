@@ -600,6 +600,24 @@ def test_a_loop_shows_itself_and_obeys(
     assert process.poll() is not None
 
 
+def test_the_page_of_a_loop_without_workers_ends_with_its_pool(tmp_path: Path) -> None:
+    """With max_workers=0, and in a task."""
+    pages = []
+
+    def item(_: int) -> None:
+        with parpool() as inner:
+            inner.parfor(abs, [-1], run_dir=tmp_path / "inner", watch=True)
+            pages.append(inner.watch())
+        assert pages[0].is_closed
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.parfor(item, range(1))
+        pool.parfor(abs, [-1], run_dir=tmp_path / "run", watch=True, max_workers=0)
+        pages.append(pool.watch())
+    assert [page.run_dir.name for page in pages] == ["inner", "run"]
+    assert pages[1].is_closed
+
+
 @pytest.mark.ci
 def test_the_server_ends_with_a_driver_that_is_killed(
     tmp_path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool]
