@@ -691,6 +691,8 @@ class LoopRun:
         has_run_again = request.id in self._repeated and (state != "waits" or task_id is not None)
         if has_run_again or (action == "cancel" and state == "was cancelled"):
             return DONE
+        if action in ("rerun", "first") and work.stopped_by is not None:
+            return "the sweep is stopping"
         if task_id is None or state not in NEEDED[action]:
             return None if task_id is None else f"not possible: item {item} {state}"
         if action == "rerun":

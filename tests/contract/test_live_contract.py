@@ -211,6 +211,7 @@ def test_a_loop_that_is_stopped_ends_with_what_runs(
     loop = start(call)
     assert watcher.runs(0, 1, 2)
     assert watcher.ask("stop_all") == "done"
+    assert watcher.ask("first", 4) == "the sweep is stopping"
     gate.open()
     with pytest.raises(
         CancelledError, match=r"was stopped by a watcher .* Call it again"
