@@ -409,6 +409,11 @@ def _no_run(folder: Path, path: Path, noted: int) -> JournalError:
             " run_dir again, which runs all items.",
             run_dir=str(folder),
         )
+    if is_training(folder):
+        return JournalError(
+            f"{folder} is a training, which has no items. `raypool show` prints its reports.",
+            run_dir=str(folder),
+        )
     if folder.exists():
         why, runs = f"it has no {DATABASE}, or an empty one.", _runs_in(folder)
         hint = f" The runs below it are: {', '.join(runs)}." if 0 < len(runs) <= MAX_NAMES else ""

@@ -144,6 +144,9 @@ def test_a_training_is_listed_with_its_last_metrics_and_shown_up_to_its_last_che
     assert heading == ["report", "epoch", "loss", "reported_report"]
     assert [report[1] for report in reports] == ["0", "1", "2", "3"]
     assert "is a training" in raypool("show", str(tmp_path / "net"), "--failed").stderr
+    for name, *words in (["report"], ["replay", "0"], ["export", "--to", "wandb", "--output", "x"]):
+        done = raypool(name, str(tmp_path / "net"), *words)
+        assert "net is a training, which has no items. `raypool show` prints" in done.stderr
 
 
 class Shy:
