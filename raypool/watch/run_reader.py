@@ -261,7 +261,7 @@ class RunReader:
                 feed.add_row((reports.times[-1], index, reports.attempts[-1], reports.last))
         items = self._opened([(entry.key, entry.item) for entry in entries])
         values = self._opened([(entry.key, entry.value) for entry in entries])
-        damaged = [value for value in (*items, *values) if type(value) is Damaged]
+        damaged = [value for value in (*items, *values) if isinstance(value, Damaged)]
         contents = self._tail.contents
         results = results_of(self.folder, contents, entries, items, values, lambda: feed)
         story = results._story()
@@ -570,7 +570,7 @@ def _times(contents: Contents, is_now: bool) -> tuple[float | None, float]:
 
 def _plain(value: Any, depth: int = 3) -> Any:
     """Return a value with all that a table shows of it, and no more."""
-    if type(value) is Damaged or isinstance(value, numbers.Number):
+    if isinstance(value, (Damaged, numbers.Number)):
         return value
     fields = None if not depth or type(value) in PLAIN else fields_of(value)
     if fields is None:
