@@ -81,6 +81,7 @@ async function post(path, body) {
 
 function connect() {
   events?.close();
+  if (document.hidden) return; // a browser has six connections to a server, for all of its tabs
   events = new EventSource(address("/events", run));
   events.addEventListener("state", ({ data }) => begin(JSON.parse(data)));
   events.addEventListener("change", ({ data }) => change(JSON.parse(data)));
@@ -650,7 +651,10 @@ const useColors = () => {
   redraw(...Object.keys(charts));
 };
 systemIsDark.addEventListener("change", useColors);
-document.addEventListener("visibilitychange", () => redraw());
+document.addEventListener("visibilitychange", () => {
+  if (run !== null) connect();
+  redraw();
+});
 useColors();
 listRuns();
 setInterval(() => document.hidden || listRuns(), 5000);
