@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import math
-import numbers
 import os
 import re
 import time
@@ -29,10 +28,10 @@ from raypool.errors import (
     did_you_mean,
     whole_number,
 )
-from raypool.views.words import describe_error, number_in
+from raypool.views.words import describe_error, is_real, number_in
 
 if TYPE_CHECKING:
-    from raypool.engine.loop import LoopWork
+    from raypool.engine.loop import LoopWork, Lost, Segment
 
 logger = logging.getLogger("raypool")
 
@@ -42,7 +41,8 @@ MAX_TEXT = 500
 
 class LoggedOutcome(NamedTuple):
     """How an item ended: `status` as in `Results.to_frame`, the numbers in its return value by name
-    ("result/loss"), its error, when it ended (Unix time [s]), and the folder of its files.
+    ("result/loss"), its error, when it ended (Unix time [s]), the folder of its files, and whether
+    it is a trial that a search pruned.
     """
 
     status: str
@@ -50,6 +50,7 @@ class LoggedOutcome(NamedTuple):
     error: str | None
     ended_at: float
     folder: Path | None
+    is_pruned: bool = False
 
 
 class SweepLogger:
@@ -89,12 +90,14 @@ class SweepLogger:
         error: BaseException | None = None,
         started_at: float | None = None,
         ended_at: float | None = None,
+        is_pruned: bool = False,
     ) -> None:
         """End an item, which need not have reported anything; unknown times [s] are now."""
         now = time.time()
         self._begin_once(item, started_at or now)
         told = None if error is None else describe_error(error)
-        outcome = LoggedOutcome(status, numbers_of(value, "result/"), told, ended_at or now, folder)
+        values, ended_at = numbers_of(value, "result/"), ended_at or now
+        outcome = LoggedOutcome(status, values, told, ended_at, folder, is_pruned)
         if item in self._runs:  # else Ctrl-C has interrupted the next logger
             self._end(self._runs[item], outcome)
             del self._runs[item]
@@ -109,10 +112,23 @@ class SweepLogger:
             self._runs[item] = self._begin(item, params, started_at)
             self._num_reports[item] = 0
 
+    def pause(self, item: int) -> None:
+        """Note that an item waits, perhaps for long, before it reports more."""
+        if item in self._runs:
+            self._pause(self._runs[item])
+
+    def abandon(self) -> None:
+        """Release what is open, after a failure."""
+        for run in self._runs.values():
+            self._pause(run)
+
     def close(self) -> None:
         """End the loop."""
 
     def _open(self) -> None:
+        pass
+
+    def _pause(self, run: Any) -> None:
         pass
 
 
@@ -128,18 +144,22 @@ class TensorboardLogger(SweepLogger):
         self._folder = Path(folder).expanduser().absolute()  # items may change the folder
 
     def _begin(self, item: int, params: dict[str, Any], started_at: float) -> Any:
-        from tensorboardX import SummaryWriter
-
-        return SummaryWriter(str(self._folder / f"item-{item}"), flush_secs=10), params
+        files = _EventFiles(self._folder / f"item-{item}")
+        files.open()
+        return files, params
 
     def _log(self, run: Any, step: int, time_s: float, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            run[0].add_scalar(name, value, step, time_s)
+            run[0].open().add_scalar(name, value, step, time_s)
+
+    def _pause(self, run: Any) -> None:
+        run[0].close()
 
     def _end(self, run: Any, outcome: LoggedOutcome) -> None:
         from tensorboardX.summary import hparams
 
-        writer, params = run
+        files, params = run
+        writer = files.open()
         for name, value in outcome.values.items():
             writer.add_scalar(name, value, 0, outcome.ended_at)
         shown = {
@@ -147,7 +167,33 @@ class TensorboardLogger(SweepLogger):
         }
         for summary in hparams({**shown, "status": outcome.status}, outcome.values):
             writer.file_writer.add_summary(summary)
-        writer.close()
+        files.close()
+
+
+class _EventFiles:
+    """The event files of an item: a new one after each pause, as an open one needs a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_files = 0
+        self._writer: Any = None
+
+    def open(self) -> Any:
+        """Return the writer."""
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            # without it, two files of the same second have the same name
+            suffix = f".{self._num_files}" if self._num_files else ""
+            self._writer = SummaryWriter(str(self._folder), flush_secs=10, filename_suffix=suffix)
+            self._num_files += 1
+        return self._writer
+
+    def close(self) -> None:
+        """Close the file until more comes."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
 class MlflowLogger(SweepLogger):
@@ -289,7 +335,7 @@ class OptunaLogger(SweepLogger):
     """A study of Optuna, with the name of the loop. Its trials are added when the loop ends.
 
     The score of a trial is `metric` in the item's return value, else what it reported last as
-    `metric`. An item without a score is a failed trial.
+    `metric`. An item without a score is a failed trial, unless a search pruned it.
 
     Args:
         storage: The storage's URL, such as "sqlite:///study.db".
@@ -338,10 +384,15 @@ class OptunaLogger(SweepLogger):
         for _, params, started_at, curve, outcome in sorted(self._trials):
             last = next(reversed(curve.values()), math.nan)
             score = outcome.values.get(f"result/{self._metric}", last)
-            is_good = outcome.status == "finished" and not math.isnan(score)
+            has_score = not math.isnan(score)
+            state = TrialState.FAIL
+            if outcome.is_pruned:
+                state = TrialState.PRUNED
+            elif outcome.status == "finished" and has_score:
+                state = TrialState.COMPLETE
             frozen = create_trial(
-                state=TrialState.COMPLETE if is_good else TrialState.FAIL,
-                value=score if is_good else None,
+                state=state,
+                value=score if has_score and state is not TrialState.FAIL else None,
                 params=params,
                 distributions={name: spaces[name] for name in params},
                 user_attrs={**outcome.values, "status": outcome.status, "error": outcome.error},
@@ -403,7 +454,7 @@ def numbers_of(value: Any, prefix: str = "") -> dict[str, float]:
     """
     found = {}
     for name, entry in _flat("value", value):
-        if isinstance(entry, numbers.Real):
+        if is_real(entry):
             with contextlib.suppress(OverflowError):  # an int beyond all floats
                 found[prefix + name] = float(entry)
     return found
@@ -452,6 +503,19 @@ class LiveLog:
             row = self._new_rows.popleft()
             self._begun.add(row[1])
             self._pass_on("report", row)
+        self._note_outcomes(segments, lost)
+        self._num_seen, self._num_lost = self._num_seen + len(segments), self._num_lost + len(lost)
+        for piece, *_ in (*segments, *lost) if work.may_run_again is not None else ():
+            for index in work.numbers(piece):
+                self._pass_on("pause", index)  # it may wait for long at a rung
+        for index, outcome in [*self._outcomes.items()]:
+            if work.may_run_again is None or not work.may_run_again(index):
+                if index not in self._ended:  # else a watcher let it run again
+                    self._end(index, *outcome)
+                del self._outcomes[index]
+
+    def _note_outcomes(self, segments: Sequence[Segment], lost: Sequence[Lost]) -> None:
+        work = self._work
         for piece, result, _ in segments:
             # items of a call ran one after the other
             times = itertools.accumulate(result.durations_s, initial=result.started_at)
@@ -465,12 +529,6 @@ class LiveLog:
         for piece, failure, _ in lost:
             for index in work.numbers(piece):
                 self._outcomes[index] = "failed", None, failure
-        self._num_seen, self._num_lost = self._num_seen + len(segments), self._num_lost + len(lost)
-        for index, outcome in [*self._outcomes.items()]:
-            if work.may_run_again is None or not work.may_run_again(index):
-                if index not in self._ended:  # else a watcher let it run again
-                    self._end(index, *outcome)
-                del self._outcomes[index]
 
     def close(self) -> None:
         """Pass on the rest; an item without an outcome was cancelled."""
@@ -482,15 +540,18 @@ class LiveLog:
         self._pass_on("close")
 
     def _end(self, index: int, *outcome: Any) -> None:
-        self._pass_on("end_item", index, self._work.folder(index), *outcome)
+        folder, is_pruned = self._work.folder(index), self._work.is_pruned(index)
+        self._pass_on("end_item", index, folder, *outcome, is_pruned=is_pruned)
         self._ended.add(index)
 
-    def _pass_on(self, method: str, *arguments: Any) -> None:
+    def _pass_on(self, method: str, *arguments: Any, **more: Any) -> None:
         for each in [*self._loggers]:
             try:
-                getattr(each, method)(*arguments)
+                getattr(each, method)(*arguments, **more)
             except Exception as error:
                 self._loggers.remove(each)
+                with contextlib.suppress(Exception):  # it may fail again
+                    each.abandon()
                 logger.warning(
                     "%s failed: %s. It logs nothing more of %s, which continues; export its results"
                     " at the end.",

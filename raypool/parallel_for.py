@@ -187,10 +187,10 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         max_workers=max_workers or None, chunk_size=chunk_size
     )
     if watch:  # first: what it raises leaves no folder in use
-        target.watch(run_dir).show()
+        view.watch(run_dir).show()
     work = new_loop(fn, function, how, run_dir, rerun)
     del function  # the traceback of an error would keep it in workers
-    engine.run_dir = work.run_dir or engine.run_dir
+    view._engine.run_dir = work.run_dir or view._engine.run_dir
     with EndNotice(on_end, work) as notice:
         with (
             contextlib.closing(work),
@@ -675,6 +675,9 @@ class LoopRun:
             may not have begun, or be about to end.
         """
         task_id = self._find_task()
+        is_late = self._work.stopped_by is not None and request.id not in self._repeated
+        if is_late and request.action in ("rerun", "first"):
+            return "the sweep is stopping"
         if request.item is not None:
             return self._act_on(request.item, request, task_id)
         if task_id is None:
@@ -933,20 +936,38 @@ def _misses(
     lost: list[Lost],
     errors: Mapping[int, BaseException],
 ) -> list[Miss]:
-    """Return the attempts that gave no outcome, and the parts of trials before the last."""
+    """Return the attempts that gave no outcome, or not the last one of their item."""
+    from raypool.views.words import describe_error
+
     misses = [*work.misses]
-    if work.may_run_again is not None:  # a search
-        newest: dict[int, Row] = {}
-        for index, row in _rows_of(work, segments):
-            if index in newest:
-                misses.append(Miss(index, newest[index]))
-            newest[index] = row
-        for piece, error, _ in lost:  # the last part was lost
-            misses += [
-                Miss(index, newest[index])
-                for index in work.numbers(piece)
-                if index in newest and errors.get(index) is error
-            ]
+    is_search = work.may_run_again is not None
+    if not (is_search or work.replaced_errors):
+        return misses
+    own_words = {id(error): describe_error(error) for _, error, _ in lost}
+    words = {
+        index: iter([describe_error(error) for error in found if id(error) not in own_words])
+        for index, found in work.replaced_errors.items()
+    }
+
+    def miss(index: int, row: Row) -> Miss:
+        if is_search:  # a part of a trial before the last
+            return Miss(index, row)
+        # else only what has failed runs again
+        return Miss(index, dataclasses.replace(row, status="failed"), next(words[index], None))
+
+    newest: dict[int, Row] = {}
+    for index, row in _rows_of(work, segments):
+        if index in newest:
+            misses.append(miss(index, newest[index]))
+        newest[index] = row
+    for piece, error, span in lost:
+        where = {} if span is None else span._asdict()
+        for index in work.numbers(piece):
+            if errors.get(index) is not error:
+                row = Row("lost", attempts=piece.attempt, run=work.run, **where)
+                misses.append(Miss(index, row, own_words[id(error)]))
+            elif index in newest:
+                misses.append(miss(index, newest[index]))
     return misses
 
 

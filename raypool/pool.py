@@ -534,7 +534,9 @@ class PoolView(concurrent.futures.Executor):
         """
         from raypool.watch.watch_page import WatchPage
 
-        engine = self._target()._engine
+        if not in_task():
+            self._check_open()
+        engine = self._engine  # in a task, too: that of `_target` has nobody who closes its pages
         run_dir = engine.run_dir if run_dir is None else run_dir
         if run_dir is None:
             raise InvalidValueError(

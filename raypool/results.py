@@ -644,7 +644,8 @@ class Results(Sequence[T_co]):
         target.begin(self._name or "sweep", self._items.__getitem__)
         reports = in_order(self._get_feed().rows())
         by_item = {item: [*rows] for item, rows in itertools.groupby(reports, lambda row: row[1])}
-        rows = self._rows if self._trials is None else self._whole_rows()
+        trials = self._trials
+        rows = self._rows if trials is None else self._whole_rows()
         for index, (row, last) in enumerate(zip(rows, self._rows, strict=True)):
             for report in by_item.get(index, ()):
                 target.report(report)
@@ -656,6 +657,7 @@ class Results(Sequence[T_co]):
                 self._errors.get(index),
                 row.started_at,
                 last.started_at and last.started_at + (last.duration_s or 0.0),
+                is_pruned=trials is not None and trials.states[index] == "pruned",
             )
         target.close()
 
@@ -843,10 +845,11 @@ def direction(column: str) -> Literal["min", "max"]:
 
 def _is_finite(value: Any) -> bool:
     """Whether this number can be the best of several."""
+    from raypool.views.words import is_real
+
     if isinstance(value, Decimal):
         return value.is_finite()  # a Decimal is no Real
-    is_number = isinstance(value, numbers.Real)
-    return is_number and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
+    return is_real(value) and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
 
 
 def _restored(  # noqa: PLR0913, PLR0917 - a pickle has them by position

@@ -544,10 +544,14 @@ def with_gaps(cells: list[Any]) -> Any:
         >>> with_gaps([2**53 + 1, None]).tolist(), with_gaps([2**64 - 1, None]).dtype
         ([9007199254740993, <NA>], UInt64Dtype())
     """
+    import numpy as np
     import pandas as pd
 
     kinds = set(map(type, cells)) - {type(None)}
-    is_whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
+    no_number = (bool, np.timedelta64)  # which are among the integers
+    is_whole = all(
+        issubclass(kind, numbers.Integral) and not issubclass(kind, no_number) for kind in kinds
+    )
     if not (kinds and is_whole and None in cells):
         return cells
     for dtype in ("Int64", "UInt64"):

@@ -49,7 +49,9 @@ class RunFolder(click.Path):
     """The folder of a run. A leading ~ is the home folder, as in `parfor(run_dir=)`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the folder's path."""
+        """Return the folder's path; values in it may need modules of the current folder."""
+        if "" not in sys.path:
+            sys.path.append("")
         home = os.path.expanduser(value)  # noqa: PTH111 - text stays text
         return super().convert(home, param, ctx)
 

@@ -137,7 +137,7 @@ class DurableLoop(LoopWork):
         self._files = ItemFiles(feed, self.keys, self._folder, journal.run)
         watched = WatchedRun(
             journal.run_dir,
-            lambda: {"run": journal.run, **self.find_live()},
+            lambda: {"run": journal.run, "rerun": rerun, **self.find_live()},
             lambda request: self.act(request),
         )
         self._recorder = Recorder(

@@ -157,6 +157,7 @@ class LoopWork:
         self.restored: dict[int, Restored] = {}  # items that need not run
         self.segments: list[Segment] | Tail[Segment] = []
         self.errors: dict[int, BaseException] = {}
+        self.replaced_errors: dict[int, list[BaseException]] = {}  # of items that ran again
         self.first_error: BaseException | None = None
         # what an inline item raised to end the whole loop: Ctrl-C, or a cancellation around it
         self.interrupt: BaseException | None = None
@@ -174,6 +175,7 @@ class LoopWork:
         self.sent_as: Callable[[int], Any] | None = None
         # whether an item with an outcome may run once more; None: none does
         self.may_run_again: Callable[[int], bool] | None = None
+        self.is_pruned: Callable[[int], bool] = lambda index: False
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
         # for those who watch: the state of the loop, and what becomes of a request
@@ -441,7 +443,9 @@ class LoopWork:
         """Forget earlier outcomes of items that ran again."""
         is_trial = self.may_run_again is not None  # whose parts count together
         for index in self.numbers(piece) if self.errors or self.restored else ():
-            self.errors.pop(index, None)
+            error = self.errors.pop(index, None)
+            if error is not None:
+                self.replaced_errors.setdefault(index, []).append(error)
             if not is_trial:
                 self.restored.pop(index, None)
 

@@ -34,6 +34,10 @@ class Damaged(Exception):
     """A stored value cannot be read back; the text says which and why."""
 
 
+class Unopened(Damaged):
+    """It is whole, but what it needs cannot be imported here."""
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, for the owner only; they are on disk when this returns."""
     if path.is_dir():
@@ -186,7 +190,7 @@ def load(data: bytes) -> Any:
     """Return a pickled value; without the script, from the second pickle.
 
     Raises:
-        Damaged: It cannot be opened here, whatever its code has raised.
+        Unopened: It cannot be opened here, whatever its code has raised.
     """
     try:
         return pickle.loads(data)
@@ -205,6 +209,9 @@ def load(data: bytes) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        raise Damaged(
-            f"it cannot be opened here ({type(first_error).__name__}: {first_error})"
+        hint = ""
+        if isinstance(first_error, ImportError):
+            hint = "; do this in the folder of that module"
+        raise Unopened(
+            f"it cannot be opened here ({type(first_error).__name__}: {first_error}){hint}"
         ) from first_error

@@ -84,7 +84,8 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
     """Return the outcomes of the items of a durable run, which may still be running.
 
     Each item appears once: those of the newest call first, in its order, then those of older calls
-    only. An item without an outcome, or whose value cannot be read back, is "missing" in the table.
+    only. An item without an outcome, or whose value is lost, is "missing" in the table; a value of
+    a class that cannot be imported here is None.
     The folder is not changed and may be read-only; Ray is not needed. Values other than plain data
     are pickles, which can run code when they are opened: only pickles in your own files are opened.
 
@@ -116,11 +117,11 @@ def _load(folder: Path) -> Results[Any]:
     entries = entries_of(contents)
     items = opened(folder, [(entry.key, entry.item) for entry in entries])
     values = opened(folder, [(entry.key, entry.value) for entry in entries])
-    unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
+    unreadable = {index for index, value in enumerate(values) if isinstance(value, Damaged)}
     if unreadable:
         first = values[min(unreadable)]
         logger.warning(
-            "%s of %s values cannot be read; a call with this run_dir runs their items again. %s",
+            "%s of %s values cannot be read. %s",
             len(unreadable),
             len(values),
             first,
@@ -149,8 +150,8 @@ def results_of(
     """Return the results of a run, of which a `Damaged` item or value is missing."""
     keys = [entry.key for entry in entries]
     return Results(
-        [None if type(item) is Damaged else item for item in items],
-        [None if type(value) is Damaged else value for value in values],
+        [None if isinstance(item, Damaged) else item for item in items],
+        [None if isinstance(value, Damaged) else value for value in values],
         functools.partial(_rows, entries, values),
         {
             index: error_of(entry.stored, folder)
@@ -172,7 +173,7 @@ def _rows(entries: Sequence[ItemRecord], values: Sequence[Any]) -> list[Row]:
     return [
         (
             row_of(entry.stored)
-            if entry.stored is not None and type(value) is not Damaged
+            if entry.stored is not None and type(value) is not Damaged  # else it runs again
             else Row("missing")
         )
         for entry, value in zip(entries, values, strict=True)
@@ -196,7 +197,7 @@ def saved_items(folder: Path, others: Container[str]) -> list[Any]:
     except JournalError:
         return []
     items = opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
-    return [item for item in items if type(item) is not Damaged]
+    return [item for item in items if not isinstance(item, Damaged)]
 
 
 def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
@@ -407,6 +408,11 @@ def _no_run(folder: Path, path: Path, noted: int) -> JournalError:
             f"0 results could be read: {path} is missing or empty, but there was a run in this"
             " folder. If it is a copy, copy the journal too; otherwise call parfor with this"
             " run_dir again, which runs all items.",
+            run_dir=str(folder),
+        )
+    if is_training(folder):
+        return JournalError(
+            f"{folder} is a training, which has no items. `raypool show` prints its reports.",
             run_dir=str(folder),
         )
     if folder.exists():

@@ -147,7 +147,7 @@ def get_back(place: StoredAt, run_dir: Path, key: str) -> Any:
         check_owner(path)
         return load(data)
     except Damaged as error:
-        raise Damaged(f"The saved value of item {key} cannot be used: {error}.") from error
+        raise type(error)(f"The saved value of item {key} cannot be used: {error}.") from error
 
 
 def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:

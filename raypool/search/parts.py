@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from raypool.views.words import number_in
+from raypool.views.words import is_real, number_in
 from raypool.worker.running import TaskContext, note_here
 
 
@@ -86,6 +85,6 @@ def score_of(value: Any) -> float | None:
     """Return a value as a score; None: it is not a number."""
     value = number_in(value)
     try:
-        return float(value) if isinstance(value, numbers.Real) else None
+        return float(value) if is_real(value) else None
     except OverflowError:
         return math.inf if value > 0 else -math.inf

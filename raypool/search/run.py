@@ -317,7 +317,7 @@ def run_search(
     spec = options.spec(work.function.fn_id, where, fail_fast=False)
     if wanted.stop is not None or wanted.stop_when is not None:
         spec = spec._replace(chunk_size=1)  # nobody can stop the second of a call before it begins
-    engine.run_dir = work.run_dir or engine.run_dir
+    view._engine.run_dir = work.run_dir or view._engine.run_dir
     with EndNotice(wanted.on_end, work) as notice:
         with (
             contextlib.closing(work),
@@ -495,6 +495,7 @@ class Search(LoopRun):
         self._study.choose_sampler(options.sampler, sampler, options.seed)
         work.sent_as = self._sent
         work.may_run_again = lambda index: self.trials[index].handle is not None
+        work.is_pruned = lambda index: self.trials[index].state == "pruned"
 
     # --- the loop ---------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import logging
+import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -93,8 +95,23 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: dict[str, Any]) -> None:
-    """Post JSON to a URL; raise OSError if that fails."""
+    """Post JSON to a URL; raise OSError if that fails or takes too long."""
     headers = {"Content-Type": "application/json", "User-Agent": "raypool"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.build_opener(NoRedirects).open(request, timeout=TIMEOUT_S):
-        pass
+    answer: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def send() -> None:
+        try:
+            with urllib.request.build_opener(NoRedirects).open(request, timeout=TIMEOUT_S):
+                answer.set_result(None)
+        except BaseException as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # else its connection would be open until the next collection
+            answer.set_exception(error)
+
+    # urllib's limit is for each read, of which a slow server needs many
+    threading.Thread(target=send, name="raypool webhook", daemon=True).start()
+    try:
+        answer.result(TIMEOUT_S)
+    except TimeoutError:
+        raise TimeoutError(f"it has not answered within {TIMEOUT_S:g} s") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 import reprlib
 from collections.abc import Mapping
@@ -143,6 +144,18 @@ def number_in(value: Any) -> Any:
         return value.item() if has_one and not is_time else value
     except Exception:  # the user's own class, or a tensor on a device that is not here
         return value
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a real number: NumPy has its durations among the integers.
+
+    Example:
+        >>> import numpy as np
+        >>> is_real(np.int8(1)), is_real(np.timedelta64(1, "s"))
+        (True, False)
+    """
+    is_time = getattr(getattr(value, "dtype", None), "kind", "") in TIMES
+    return isinstance(value, numbers.Real) and not is_time
 
 
 def _number(value: Any, digits: int) -> str:

@@ -63,6 +63,9 @@ MAX_GPU_POINTS = 300
 MAX_OUTPUT = 100_000
 """The most of an item's output that is shown, the newest [characters]."""
 
+IGNORED = {"failed": ("failed",), "all": ("finished", "failed")}
+"""By `rerun`: which outcomes of earlier calls do not count."""
+
 BRIEF_REST = 9
 """After `Brief` has read a running run, it rests for this many times as long: a tenth of a core."""
 
@@ -258,7 +261,7 @@ class RunReader:
                 feed.add_row((reports.times[-1], index, reports.attempts[-1], reports.last))
         items = self._opened([(entry.key, entry.item) for entry in entries])
         values = self._opened([(entry.key, entry.value) for entry in entries])
-        damaged = [value for value in (*items, *values) if type(value) is Damaged]
+        damaged = [value for value in (*items, *values) if isinstance(value, Damaged)]
         contents = self._tail.contents
         results = results_of(self.folder, contents, entries, items, values, lambda: feed)
         story = results._story()
@@ -330,7 +333,7 @@ class RunReader:
         started_at, duration_s = _times(self._tail.contents, is_now)
         actions = self._content("actions.jsonl", lambda: _clean(actions_in(self.folder)))[0] or []
         cancelled = _cancelled(actions, started_at or 0.0)
-        rows = [] if table is None else self._marked(table, running, cancelled, is_now)
+        rows = [] if table is None else self._marked(table, running, cancelled, is_now, live or {})
         # while a call runs, items that only earlier ones had do not count
         counted = rows[: self._num_now] if is_now else rows
         counts = Counter(row[table.mark] for row in counted if table is not None)
@@ -374,16 +377,25 @@ class RunReader:
         }
 
     def _marked(
-        self, table: ItemTable, running: set[int], cancelled: set[int], is_now: bool
+        self,
+        table: ItemTable,
+        running: set[int],
+        cancelled: set[int],
+        is_now: bool,
+        live: Mapping[str, Any],
     ) -> list[list[Cell]]:
         """Return the rows, with the statuses of items that run, wait or were cancelled."""
+        ignored = IGNORED.get(live.get("rerun", ""), ())
         rows = []
         for index, row in enumerate(table.rows):
             status = row[table.mark]
+            stored = self._entries[index].stored
+            is_waiting = is_now and index < self._num_now
             if index in running:
                 status = "running"
+            elif is_waiting and status in ignored and stored and stored.run < live["run"]:
+                status = "cancelled" if index in cancelled else "waiting"
             elif status in ("missing", "unfinished"):
-                is_waiting = is_now and index < self._num_now
                 status = "cancelled" if index in cancelled else "waiting" if is_waiting else status
             if status != row[table.mark]:
                 row = [*row]
@@ -558,7 +570,7 @@ def _times(contents: Contents, is_now: bool) -> tuple[float | None, float]:
 
 def _plain(value: Any, depth: int = 3) -> Any:
     """Return a value with all that a table shows of it, and no more."""
-    if type(value) is Damaged or isinstance(value, numbers.Number):
+    if isinstance(value, (Damaged, numbers.Number)):
         return value
     fields = None if not depth or type(value) in PLAIN else fields_of(value)
     if fields is None:

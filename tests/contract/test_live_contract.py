@@ -142,6 +142,10 @@ def test_items_are_stopped_cancelled_put_first_and_run_again(
     assert "11 actions from `raypool watch`: ..., cancel 0 (" in shown.stderr
     saved = load_results(watcher.run_dir)
     assert statuses(saved)[7:] == ["missing", "missing"]
+    for column in ("item", "attempt", "status", "error"):
+        runs = [each.attempts[each.attempts["item"] == 2][column] for each in (results, saved)]
+        assert [*runs[0]] == [*runs[1]]
+        assert len(runs[0]) == 2
     for column in ("started_at", "duration_s"):  # of an item that ran again, those of its last run
         assert list(results.to_frame()[column][:7]) == list(saved.to_frame()[column][:7])
     assert list(call()) == list(range(9)), "what was cancelled runs in the next call"
@@ -211,6 +215,7 @@ def test_a_loop_that_is_stopped_ends_with_what_runs(
     loop = start(call)
     assert watcher.runs(0, 1, 2)
     assert watcher.ask("stop_all") == "done"
+    assert watcher.ask("first", 4) == "the sweep is stopping"
     gate.open()
     with pytest.raises(
         CancelledError, match=r"was stopped by a watcher .* Call it again"

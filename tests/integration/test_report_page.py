@@ -33,7 +33,7 @@ browser = browsers.browser
 
 HEADINGS = "#items thead tr:first-child th"
 
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&"
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +113,9 @@ def test_it_loads_without_a_complaint_and_asks_nobody(browser: Any, written: Pat
     assert browser.execute_script("return document.querySelectorAll('.js-plotly-plot').length") == 4
     assert complaints(browser) == []
     assert {address.partition(":")[0] for address in requests(browser)} <= {"file", "data", "blob"}
+    browser.execute_async_script(  # an image that fails after all others
+        "Object.assign(new Image(), { onerror: () => arguments[0](), src: 'data:,' })"
+    )
     assert browser.execute_script("return window.hacked") is None
     assert (
         browser.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0
@@ -239,6 +242,10 @@ def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
     assert eventually(lambda: sorted(items_drawn(page)) == [1, 3, 5, 7])
     field.send_keys(Keys.BACKSPACE * len("mlp"))
+    assert eventually(lambda: curves_drawn(page) == 8)
+    field.send_keys("ValueError: </script>")
+    assert eventually(lambda: cells(page, "status") == ["failed"] * 2)
+    field.send_keys(Keys.BACKSPACE * len("ValueError: </script>"))
     assert eventually(lambda: curves_drawn(page) == 8)
 
 

@@ -234,3 +234,31 @@ def test_runs_are_compared_and_the_page_says_when_a_sweep_or_the_server_is_gone(
     watched.server.process.kill()
     assert eventually(lambda: "cannot be reached" in watched.text("#lost"))
     complaints(watched.browser)  # the connection
+
+
+def test_seven_tabs_follow_a_run_whatever_its_fields_are_called(
+    browser: Any, tmp_path: Path
+) -> None:
+    """A browser has six connections to a server. Each object of a script has a constructor."""
+    first = browser.current_window_handle
+    js = browser.execute_script
+    with parpool(1, profile="inline", quiet=True) as pool:
+        configs = [{"constructor": 5, "lr": lr} for lr in (1, 2)]
+        pool.parfor(lambda config: {"loss": config["lr"]}, configs, run_dir=tmp_path / "run")
+        page = pool.watch()
+        complaints(browser)
+        for number in range(7):
+            if number:
+                browser.switch_to.new_window("tab")
+            browser.get(page.url)
+            assert eventually(lambda: "ended" in js("return document.body.innerText"))
+        for tab in {*browser.window_handles} - {first}:
+            browser.switch_to.window(tab)
+            browser.close()
+        browser.switch_to.window(first)
+        js("document.querySelector('#item-1 td.mark').click()")
+        text = "return document.getElementById('item-config').innerText"
+        expected = ["configuration\tthis item\tthe best", "constructor\t5\t5", "lr\t2\t1"]
+        assert eventually(lambda: js(text).splitlines() == expected), js(text)
+        assert complaints(browser) == []
+        browser.get("about:blank")

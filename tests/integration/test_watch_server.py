@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from click.testing import CliRunner
 from raypool import InvalidValueError, JournalError, parpool, report
 from raypool.cli.main import main
 from raypool.engine.durable import RunPart
-from raypool.journal.live import notes_in
+from raypool.journal.live import notes_in, want
 from raypool.watch import run_reader, watch_page
 from raypool.watch.run_reader import RunReader
 from raypool.watch.server import RunsFolder, WatchedFolder, WatchServer, as_json
@@ -425,6 +426,51 @@ def test_an_item_that_runs_again_is_shown_without_what_its_failed_call_has_repor
     assert reader.curves([0], "loss", "", 9)["0"]["y"] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
+@pytest.mark.parametrize(
+    ("rerun", "first", "second"),
+    [
+        ("failed", "finished", "waiting"),
+        ("missing", "finished", "failed"),
+        ("all", "waiting", "waiting"),
+    ],
+)
+def test_an_outcome_that_does_not_count_waits_to_be_replaced(
+    rerun: Any,
+    first: str,
+    second: str,
+    tmp_path: Path,
+    make_gate: Callable[..., Any],
+    eventually: Callable[..., bool],
+) -> None:
+    gate, folder, may_fail = make_gate(), tmp_path / "run", [True]
+
+    def item(number: int) -> None:
+        if not may_fail:
+            gate.wait()
+        elif number == 1:
+            raise ValueError(number)
+
+    reader = RunReader(folder)
+
+    def statuses() -> Any:
+        want(folder)
+        state = reader.look()
+        return state["live"] and state["live"]["running"] and state["counts"]
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.parfor(item, range(2), run_dir=folder, on_error="collect", progress=False)
+        may_fail.clear()
+        how: Any = {"run_dir": folder, "on_error": "collect", "progress": False, "rerun": rerun}
+        loop = threading.Thread(target=lambda: pool.parfor(item, [2, 3, 0, 1], **how))
+        loop.start()
+        expected = Counter(["running", "waiting", first, second])
+        assert eventually(lambda: statuses() == expected)
+        gate.open()
+        loop.join()
+    counts = {"finished": 3, "failed": 1} if rerun == "missing" else {"finished": 4}
+    assert reader.look()["counts"] == counts
+
+
 def test_new_reports_of_a_metric_with_the_name_of_a_column_are_shown(tmp_path: Path) -> None:
     def fn(_: int) -> None:
         report(time=1.0)
@@ -598,6 +644,24 @@ def test_a_loop_shows_itself_and_obeys(
         process = page._process
     assert page.is_closed
     assert process.poll() is not None
+
+
+def test_the_page_of_a_loop_without_workers_ends_with_its_pool(tmp_path: Path) -> None:
+    """With max_workers=0, and in a task."""
+    pages = []
+
+    def item(_: int) -> None:
+        with parpool() as inner:
+            inner.parfor(abs, [-1], run_dir=tmp_path / "inner", watch=True)
+            pages.append(inner.watch())
+        assert pages[0].is_closed
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.parfor(item, range(1))
+        pool.parfor(abs, [-1], run_dir=tmp_path / "run", watch=True, max_workers=0)
+        pages.append(pool.watch())
+    assert [page.run_dir.name for page in pages] == ["inner", "run"]
+    assert pages[1].is_closed
 
 
 @pytest.mark.ci

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from click.testing import CliRunner, Result
 from raypool import RunOptions, parpool
 from raypool.cli.main import main
 from raypool.views.words import CONTROLS
+from raypool.watch.run_reader import RunReader
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +146,9 @@ def test_a_training_is_listed_with_its_last_metrics_and_shown_up_to_its_last_che
     assert heading == ["report", "epoch", "loss", "reported_report"]
     assert [report[1] for report in reports] == ["0", "1", "2", "3"]
     assert "is a training" in raypool("show", str(tmp_path / "net"), "--failed").stderr
+    for name, *words in (["report"], ["replay", "0"], ["export", "--to", "wandb", "--output", "x"]):
+        done = raypool(name, str(tmp_path / "net"), *words)
+        assert "net is a training, which has no items. `raypool show` prints" in done.stderr
 
 
 class Shy:
@@ -220,6 +225,33 @@ def test_what_is_no_run_is_said(
         done = raypool(command[0], str(tmp_path / "goood"), *command[2:])
         assert done.exit_code == 2
         assert f"in {tmp_path / 'goood'}: it does not exist. Did you mean good?" in done.stderr
+
+
+def test_values_of_a_class_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are read in its folder; elsewhere an item has at least finished."""
+    source = "import dataclasses\n@dataclasses.dataclass\nclass Outcome:\n    score: float\n"
+    (tmp_path / "their_outcomes.py").write_text(source)
+    before = [*sys.path]
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("their_outcomes")
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda x: module.Outcome(x / 4), [1, 2], run_dir=tmp_path / "run")
+    monkeypatch.delitem(sys.modules, "their_outcomes")
+    monkeypatch.setattr(sys, "path", before)
+    (headings, first, _) = rows("show", str(tmp_path / "run"))
+    assert "finished" in first
+    assert "duration_s" in headings
+    assert "2 of 2 values cannot be read. " in caplog.text
+    assert "No module named 'their_outcomes'" in caplog.text
+    assert "again" not in caplog.text
+    assert RunReader(tmp_path / "run").look()["counts"] == {"finished": 2}
+    caplog.clear()
+    monkeypatch.chdir(tmp_path)
+    (shown, _) = json.loads(raypool("show", "run", "--json").stdout)
+    assert shown["score"] == 0.25
+    assert caplog.text == ""
 
 
 def test_the_table_of_a_run() -> None:

@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pandas as pd
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from raypool import (
     InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
     current_task,
     load_checkpoint,
+    load_results,
+    parallel_for,
     parpool,
     report,
     save_checkpoint,
@@ -34,6 +40,7 @@ from raypool.loggers import (
     TrackioLogger,
     WandbLogger,
 )
+from raypool.watch.run_reader import RunReader
 
 # --- readers --------------------------------------------------------------------------------------
 
@@ -345,6 +352,90 @@ def test_a_trial_of_a_search_ends_once(tmp_path: Path) -> None:
     ], "that of its last part"
 
 
+def climb(config: dict[str, Any]) -> float:
+    """Train from the checkpoint on; the score is best at first."""
+    score = 0.0
+    for epoch in range(load_checkpoint() or 0, 9):
+        score = config["x"] - epoch / 10
+        report(step=epoch, epoch=epoch, accuracy=score)
+        if current_task().should_stop:
+            save_checkpoint(epoch + 1)
+            break
+    return score
+
+
+def halved(
+    pool: ParallelPool,
+    fn: Callable[[dict[str, Any]], float],
+    folder: Path,
+    loggers: list[SweepLogger],
+    num_trials: int,
+) -> Any:
+    return pool.search(
+        fn,
+        {"x": search.int_uniform(1, num_trials)},
+        metric="accuracy",
+        num_trials=num_trials,
+        sampler=optuna.samplers.GridSampler({"x": [*range(1, num_trials + 1)]}, seed=0),
+        stop=search.halving(max_epochs=9),
+        run_dir=folder,
+        loggers=loggers,
+    )
+
+
+def test_optuna_takes_no_pruned_trial_for_the_best(tmp_path: Path) -> None:
+    """Live, and from the saved run."""
+    live, saved = (f"sqlite:///{tmp_path}/{name}.db" for name in ("live", "saved"))
+    with parpool(profile="inline", quiet=True) as pool:
+        found = halved(pool, climb, tmp_path / "run", [OptunaLogger(live, "accuracy", "max")], 9)
+    load_results(tmp_path / "run").to_optuna(saved, "accuracy")
+    states = [state.upper() for state in found.to_frame().sort_values("trial")["state"]]
+    assert set(states) == {"COMPLETE", "PRUNED"}
+    for storage in (live, saved):
+        study = optuna.load_study(study_name=None, storage=storage)
+        assert [trial.state.name for trial in study.trials] == states
+        assert study.best_value == found.study.best_value
+
+
+def files_open_in(folder: Path) -> list[str]:
+    found = [file.path for file in psutil.Process().open_files()]
+    return [path for path in found if Path(path).is_relative_to(folder)]
+
+
+def test_trials_that_wait_at_a_rung_keep_no_file_of_tensorboard_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_for, "TICK_S", 0.0)  # loggers hear of each part at once
+    place, num_open = tmp_path / "tb", []
+
+    def train(config: dict[str, Any]) -> float:
+        num_open.append(len(files_open_in(place)))
+        return climb(config)
+
+    with parpool(profile="inline", quiet=True) as pool:
+        halved(pool, train, tmp_path / "run", [TensorboardLogger(place)], 9)
+    assert max(num_open) <= 1
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for folder in place.iterdir():
+        log = events.EventAccumulator(str(folder)).Reload()
+        steps = [point.step for point in log.Scalars("accuracy")]
+        assert steps == [*range(len(steps))]
+        assert len(log.Scalars("result/value")) == 1
+
+
+def test_a_logger_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
+    class Failing(TensorboardLogger):
+        def _log(self, *logged: Any) -> None:
+            super()._log(*logged)
+            raise OSError("no space left on the device")
+
+    failing = Failing(tmp_path)
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(lambda x: report(loss=x), [1.0], loggers=[failing])
+    assert [*tmp_path.glob("item-0/*")]
+    assert files_open_in(tmp_path) == []
+
+
 def test_steps_and_names(tmp_path: Path) -> None:
     """A reported step counts; what is no number becomes a text. Restored items are not logged."""
 
@@ -426,6 +517,28 @@ def test_integers_that_floats_would_round(tmp_path: Path) -> None:
     for place in ("live", "saved"):
         found = read_tensorboard(tmp_path / place)
         assert [str(found[item][0]["seed"]) for item in range(4)] == [*map(str, seeds[:3]), "5.0"]
+
+
+@pytest.mark.parametrize("is_one_failed", [False, True])
+def test_a_duration_of_numpy_is_no_number(is_one_failed: bool, tmp_path: Path) -> None:
+    """Although NumPy has it among its integers."""
+
+    def work(x: int) -> dict[str, Any]:
+        if x == 2 and is_one_failed:
+            raise ValueError
+        return {"score": x, "took": np.timedelta64(x, "s")}
+
+    with parpool(profile="inline", quiet=True) as pool:
+        results = pool.parfor(work, range(3), on_error="collect", run_dir=tmp_path / "run")
+    assert results.to_frame()["took"][1] == np.timedelta64(1, "s")
+    best = results.best("score")
+    assert best.name == 2 - is_one_failed
+    with pytest.raises(InvalidValueError, match="took"):
+        results.best("took", "min")
+    assert "score" in results._repr_html_()
+    results.report(tmp_path / "report.html")
+    results.to_tensorboard(tmp_path / "tb")
+    assert RunReader(tmp_path / "run").look()["best"]["item"] == best.name
 
 
 def test_a_relative_folder_of_tensorboard_is_that_where_the_logger_was_made(

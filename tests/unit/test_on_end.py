@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -27,6 +28,7 @@ from raypool import (
 )
 from raypool.cli.main import main
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.views import notice
 
 
 class Webhook(HTTPServer):
@@ -161,6 +163,31 @@ def test_a_webhook_that_fails_is_only_logged(
     assert len(webhook.got) == 1
     assert said in caplog.text
     assert "services" not in caplog.text  # that path is a secret
+
+
+def test_a_webhook_that_answers_too_slowly_is_left(
+    pool: ParallelPool,
+    webhook: Webhook,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Although each of its bytes comes in time."""
+    is_over = threading.Event()
+
+    def answer_slowly(handler: Handler) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(40):
+                handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                if is_over.wait(0.1):
+                    return
+            handler.send_response(200)
+            handler.end_headers()
+
+    monkeypatch.setattr(Handler, "do_POST", answer_slowly)
+    monkeypatch.setattr(notice, "TIMEOUT_S", 1.0)
+    pool.parfor(abs, [-1], name="abs", on_end=webhook.url)
+    is_over.set()
+    assert "has not answered within 1 s" in caplog.text
 
 
 def test_what_cannot_be_called_is_refused_before_anything_runs(pool: ParallelPool) -> None:

@@ -27,7 +27,11 @@ function draw(id, traces, layout) {
 function renderers(DataTable) {
   const text = DataTable.render.text().display;
   const short = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(5))) : String(value));
-  const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
+  const render = (value, type) => {
+    if (value === null) return "";
+    if (type === "filter") return text(value); // else DataTables takes it for HTML, and runs what is in it
+    return type === "display" ? text(short(value)) : value;
+  };
   const renderNumber = (value, type) => (type === "sort" ? number(value) : render(value, type));
   const renderError = (value, type) => (value !== null && type === "display" ? `<div class="error">${text(value)}</div>` : render(value, type));
   return { text, render, renderNumber, renderError };

@@ -81,6 +81,7 @@ async function post(path, body) {
 
 function connect() {
   events?.close();
+  if (document.hidden) return; // a browser has six connections to a server, for all of its tabs
   events = new EventSource(address("/events", run));
   events.addEventListener("state", ({ data }) => begin(JSON.parse(data)));
   events.addEventListener("change", ({ data }) => change(JSON.parse(data)));
@@ -408,7 +409,7 @@ function describe(details) {
   byId("item-traceback").parentElement.hidden = !traceback;
   const fields = [...new Set([...Object.keys(config ?? {}), ...Object.keys(differs ?? {})])], hasOther = Object.keys(differs ?? {}).length > 0;
   fill("item-config", ["configuration", "this item", ...(hasOther ? ["the best"] : [])], fields.map((name) => {
-    const [here, best] = differs?.[name] ?? [config[name], config[name]];
+    const [here, best] = Object.hasOwn(differs ?? {}, name) ? differs[name] : [config[name], config[name]];
     return [name, digits(here), ...(hasOther ? [digits(best)] : [])];
   }), (y) => Object.hasOwn(differs ?? {}, fields[y]));
   fill("item-metrics", ["metric", "last"], Object.entries(metrics ?? {}).map(([name, value]) => [name, digits(value)]));
@@ -650,7 +651,10 @@ const useColors = () => {
   redraw(...Object.keys(charts));
 };
 systemIsDark.addEventListener("change", useColors);
-document.addEventListener("visibilitychange", () => redraw());
+document.addEventListener("visibilitychange", () => {
+  if (run !== null) connect();
+  redraw();
+});
 useColors();
 listRuns();
 setInterval(() => document.hidden || listRuns(), 5000);
