@@ -953,7 +953,9 @@ def _misses(
         if is_search:  # a part of a trial before the last
             return Miss(index, row)
         # else only what has failed runs again
-        return Miss(index, dataclasses.replace(row, status="failed"), next(words[index], None))
+        return Miss(
+            index, dataclasses.replace(row, status="failed"), next(words.get(index, iter(())), None)
+        )
 
     newest: dict[int, Row] = {}
     for index, row in _rows_of(work, segments):
