@@ -142,18 +142,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         # one of the items may be at fault, and the others may not
         result.is_unopened = is_known and part.num_items > 1
         return
-    note = TaskContext(
-        part.start,
-        part.attempt,
-        part.seed,
-        here.worker.index,
-        here.worker.gpu,
-        part.name,
-        part.task_id,
-        part.should_stop,
-    )
-    note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.interrupts, note.folders, note.call_id = here.guard, here.folders, attempt_id
+    note = _context_of(attempt_id, part, here)
     own = generators_of(fn) if part.seed is not None else []
     if part.is_call:
         fn = _as_calls(fn)
@@ -181,6 +170,22 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         capture.mend(streams)
         if result.is_cancelled:
             modes.put_back()
+
+
+def _context_of(attempt_id: int, part: Part, here: Surroundings) -> TaskContext:
+    note = TaskContext(
+        part.start,
+        part.attempt,
+        part.seed,
+        here.worker.index,
+        here.worker.gpu,
+        part.name,
+        part.task_id,
+        part.should_stop,
+    )
+    note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
+    note.interrupts, note.folders, note.call_id = here.guard, here.folders, attempt_id
+    return note
 
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
