@@ -952,7 +952,7 @@ def _misses(
     def miss(index: int, row: Row) -> Miss:
         if is_search:  # a part of a trial before the last
             return Miss(index, row)
-        # else only what has failed runs again
+        # in a loop, only failed items run again
         return Miss(
             index, dataclasses.replace(row, status="failed"), next(words.get(index, iter(())), None)
         )

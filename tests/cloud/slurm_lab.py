@@ -29,7 +29,8 @@ REASON = (
     " checkout not in /tmp"
 )
 
-HIDDEN = Path("/tmp") in Path(sys.executable).parents  # each host has a /tmp of its own
+# on the hosts, another folder is mounted there
+HIDDEN = Path("/tmp") in Path(sys.executable).parents
 
 HAS_ALL = os.geteuid() == 0 and not MISSING and not HIDDEN
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raypool import ResourceError, current_task, parpool
+from raypool import ResourceError, WorkerResources, current_task, parpool
 from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
@@ -139,6 +139,15 @@ def test_a_user_who_wants_more_workers_gets_them_on_the_same_gpus_too(gpus: Simu
         with pytest.raises(ResourceError, match="GPU: requested 1, available 0"):
             pool.resize(49)
         assert pool.num_workers == 48
+
+
+def test_listed_workers_share_the_same_gpus_too(gpus: SimulatedGpus) -> None:
+    kinds = [WorkerResources()] * 3
+    with parpool(inventory=gpus, workers_per_gpu="auto", resources=kinds, quiet=True) as pool:
+        pool.resize(1)
+        with parpool(2, inventory=gpus, quiet=True):
+            pool.resize(3)
+            assert len({worker.gpu for worker in pool.workers}) == 1
 
 
 def test_chosen_gpus_are_shared(gpus: SimulatedGpus) -> None:

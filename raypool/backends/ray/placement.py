@@ -137,8 +137,6 @@ class Placement:
             else:
                 (kind,) = self._profile.kinds
                 found = self._claim_more({kind: (least, most)}, wanted)
-                if self._claims and least:
-                    _make_room(found[kind], most)
                 workers = itertools.repeat((kind, -1), most)
             try:
                 if self._closed.is_set():
@@ -186,13 +184,16 @@ class Placement:
         needs: dict[WorkerResources, Need] = {}
         wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
         chosen: dict[WorkerResources, list[Spot]] = {}
+        widened: dict[WorkerResources, int] = {}  # for how many workers more
         for kind, (least, most) in numbers.items():
             demand = self._demands[kind]
             claims = {id(claim): claim for claim in list(self._claims.values())}
             held = [claim for claim in claims.values() if claim.demand is demand]
             found[kind] = held
             # "auto" begins with one worker per GPU; later, the user may want more on the same ones
-            share = demand.workers_per_claim if held and least else demand.first_workers
+            if held and least:
+                widened[kind] = most
+            share = demand.workers_per_claim if kind in widened else demand.first_workers
             spare = sum(_spare(claim) for claim in held)
             room = sum(max(share, claim.room) - claim.num_workers for claim in held)
             need = Need(
@@ -212,6 +213,8 @@ class Placement:
         for kind, meant in chosen.items():
             choice, need = Choice(self._demands[kind], meant, self._survey), wishes[kind]
             found[kind] += choice.claim(need.least, need.most, wanted, besides=_unused(found))
+        for kind, most in widened.items():
+            _make_room(found[kind], most)
         return found
 
     def _chosen_spots(self, need: Need, held: list[Claim], least: int) -> list[Spot]:

@@ -499,9 +499,11 @@ class Succession:
         """Find the successor of an agent, unless another thread has."""
         deadline = time.monotonic() + timeout_s
         while self.newest is died and ray.is_initialized():
+            number = self._number + 1  # first: two threads that find the same count it once
             with contextlib.suppress(ValueError):  # there is none yet
-                self.newest = ray.get_actor(name_of_agent(self._names, self._number + 1))
-                self._number += 1
+                self.newest = ray.get_actor(name_of_agent(self._names, number))
+                self._number = number
+                return
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_AGAIN_S)
