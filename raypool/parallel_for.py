@@ -160,11 +160,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         from raypool.loggers import check_loggers  # imported late: few loops have any
 
         check_loggers(loggers)
-    if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
-        raise InvalidTypeError(
-            f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
-            " Pass a function of two values, such as operator.add."
-        )
+    check_reduce(reduce)
     sequence = listed(items)
     order = None if cost is None else longest_first(sequence, cost)
     # 0: in this process, with the pool's store
@@ -218,6 +214,16 @@ def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
         given.append(encode([list(inner.args), dict(sorted(inner.keywords.items()))]))
         inner = inner.func
     return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
+
+
+def check_reduce(reduce: Any) -> None:
+    """Make sure that `reduce` can be called with two values."""
+    # `sum` takes two arguments, but the first of them is a sequence
+    if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
+        raise InvalidTypeError(
+            f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
+            " Pass a function of two values, such as operator.add."
+        )
 
 
 def check_saved(run_dir: Any, rerun: str, watch: bool) -> None:

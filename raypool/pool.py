@@ -1826,7 +1826,7 @@ def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[...
 
         method = inspect.signature(getattr(PoolView, described.__name__))
         _, *parameters = method.parameters.values()  # without `self`
-        on_current_pool.__signature__ = method.replace(parameters=parameters)  # type: ignore[attr-defined]
+        vars(on_current_pool)["__signature__"] = method.replace(parameters=parameters)
         return cast("Verb", on_current_pool)
 
     return decorate
