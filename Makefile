@@ -30,7 +30,7 @@ test-gpu: $(INSTALLED)  ## the tests that need a GPU, recorded under benchmarks/
 
 SEEDS ?= 200
 chaos: $(INSTALLED)  ## kills at random moments; make chaos SEEDS=1 FIRST=1234 repeats one of them
-	$(BIN)/pytest tests/chaos -m "" --seeds $(SEEDS) $(if $(FIRST),--first-seed $(FIRST))
+	$(BIN)/pytest -n $(CI_PROCESSES) tests/chaos -m "" --seeds $(SEEDS) $(if $(FIRST),--first-seed $(FIRST))
 
 check: $(INSTALLED)  ## formatting, lint, types, layers, the documentation's site
 	$(BIN)/ruff format --check .
