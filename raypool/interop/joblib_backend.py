@@ -407,7 +407,14 @@ class Batches:
                 if is_short and callback.parallel.batch_size == "auto":
                     self._draw_ahead(callback.parallel)
         except BaseException as error:  # `SystemExit` in the user's generator is one
-            _fail(callback, error)
+            # joblib ends a `Parallel` like this after an `Exception` of the user's generator; for
+            # others it would wait forever
+            parallel = callback.parallel
+            with parallel._lock:
+                if parallel._call_id == callback.parallel_call_id:
+                    tracker = BatchCompletionCallBack(0, 1, parallel)
+                    parallel._register_new_job(tracker)
+                    tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
     def _outcome(self, piece: BatchPart, future: Future[Any]) -> Callable[[], list[Any]] | None:
         """Return a function for a whole batch's values or error; None while a part is missing."""
@@ -479,17 +486,6 @@ def _call_each(
             display.update()
     if display is not None:
         display.end()
-
-
-def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
-    """End a `Parallel` with an error in its callback."""
-    # joblib does this for an `Exception` of the user's generator; for others it would wait forever
-    parallel = callback.parallel
-    with parallel._lock:
-        if parallel._call_id == callback.parallel_call_id:
-            tracker = BatchCompletionCallBack(0, 1, parallel)
-            parallel._register_new_job(tracker)
-            tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
 
 # --- progress -------------------------------------------------------------------------------------

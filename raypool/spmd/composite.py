@@ -246,7 +246,7 @@ class Composite(Generic[T]):
         return (
             not self._engine.is_over
             and entry.description is not None
-            and _lives(self._engine, entry)
+            and _lives(self._engine, entry.worker_id)
         )
 
     def __repr__(self) -> str:
@@ -275,7 +275,7 @@ class Composite(Generic[T]):
     def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:
             return "missing"
-        if _lives(self._engine, entry):
+        if _lives(self._engine, entry.worker_id):
             return entry.description.text
         return f"lost with worker {entry.place}"
 
@@ -355,7 +355,9 @@ class Composite(Generic[T]):
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = PartInfo(place, before, description)
-        if not _lives(self._engine, entry):  # the worker was replaced before or after the call
+        if not _lives(
+            self._engine, entry.worker_id
+        ):  # the worker was replaced before or after the call
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
@@ -370,7 +372,7 @@ class Composite(Generic[T]):
         if entry.description is None:
             raise self._missing(rank)
         self._entries[rank] = entry._replace(description=None)
-        if _lives(self._engine, entry):
+        if _lives(self._engine, entry.worker_id):
             with contextlib.suppress(CompositeError):  # lost meanwhile: it is gone all the same
                 self._wait(rank, entry, self._call(remove, rank, "deleting rank {} of a Composite"))
 
@@ -439,7 +441,7 @@ class Composite(Generic[T]):
         entry = self._entries[rank]
         if entry.description is None:
             raise self._missing(rank)
-        if not _lives(self._engine, entry):
+        if not _lives(self._engine, entry.worker_id):
             raise self._lost(rank, entry)
         return entry
 
@@ -534,8 +536,8 @@ def _is_serial(engine: Engine) -> bool:
     return engine.profile.backend == "inline" and engine.driver.scheduler.workers.size == 1
 
 
-def _lives(engine: Engine, entry: PartInfo) -> bool:
-    worker = engine.driver.scheduler.workers.by_id.get(entry.worker_id)
+def _lives(engine: Engine, worker_id: int) -> bool:
+    worker = engine.driver.scheduler.workers.by_id.get(worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
@@ -555,10 +557,8 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
     if engine.profile.backend != "ray":
         drop(key)  # one process: no other could use the memory in torch's cache, so the cache stays
         return
-    workers = engine.driver.scheduler.workers
     for worker_id, place in seats:
-        worker = workers.by_id.get(worker_id)
-        if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
+        if engine.is_over or not _lives(engine, worker_id):
             continue  # the parts went with their process: none is started for this
         # the pool has ended meanwhile, and its workers with it
         with contextlib.suppress(RaypoolError):

@@ -386,15 +386,17 @@ def _close_all_retired() -> None:
         _retired.clear()
 
 
+CALL_HAS_ENDED = (
+    "This call has ended, and its context with it. Use the context of a call only while it runs."
+)
+
+
 class _Closed(NoTransport):
     """The connections of a closed group."""
 
     def meet(self, slot: bytes) -> list[bytes]:
         """Refuse: the group is closed."""
-        raise InvalidValueError(
-            "This call has ended, and its context with it. Use the context of a call only while it"
-            " runs."
-        )
+        raise InvalidValueError(CALL_HAS_ENDED)
 
 
 # --- joining and leaving a group ------------------------------------------------------------------
@@ -520,7 +522,14 @@ def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
         store = dist.HashStore()
         return store, store, LOOPBACK
     if assignment.is_one_host:
-        file = _new_file()
+        note = note_here()
+        # in a folder that is removed with the pool; without its file the store would hang
+        folder = (
+            folder_of_process()
+            if note is None or note.folders is None
+            else note.folders.temporary()
+        )
+        file = str(make_private(folder / "groups") / uuid.uuid4().hex)
         return _store_in(file), file, LOOPBACK
     address = own_address()
     listener = socket.socket()  # torch's own would be open on every interface
@@ -543,15 +552,6 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
         lambda: distributed().TCPStore(*place, None, False, STORE_TIMEOUT, wait_for_workers=False)
     )
     return store, own_address(towards=place)
-
-
-def _new_file() -> str:
-    note = note_here()
-    # it is removed with the pool; earlier, the store would hang
-    folder = (
-        folder_of_process() if note is None or note.folders is None else note.folders.temporary()
-    )
-    return str(make_private(folder / "groups") / uuid.uuid4().hex)
 
 
 def _store_in(file: str) -> Any:

@@ -223,14 +223,11 @@ def note_down(
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those metrics that JSON can take."""
-
-    def as_list(value: Any) -> Any:
-        return value.tolist()  # NumPy's arrays and numbers; others have none
-
     plain = {}
     for name, value in metrics.items():
+        # the others are left out: they have no `tolist` (as NumPy's have), or contain themselves
         with contextlib.suppress(TypeError, ValueError, RecursionError, AttributeError):
-            plain[name] = json.loads(json.dumps(value, default=as_list))
+            plain[name] = json.loads(json.dumps(value, default=lambda each: each.tolist()))
     return plain
 
 

@@ -88,7 +88,9 @@ class RankTraining:
                 state = read(folder)
             self._best = state["best"]
             self._progress = restore(self._learner, state, checkpoint.path)
-            if job.is_new_from(checkpoint.path):
+            start = job.start_from
+            # else it is a checkpoint of the run itself, which resumes
+            if start is not None and Path(start).resolve() == Path(checkpoint.path).resolve():
                 # what was the best on other data, or before, says nothing of this training
                 self._best = None
                 self._progress = self._progress._replace(best_loss=math.inf, worse_in_a_row=0)
@@ -653,11 +655,6 @@ class FitJob(NamedTuple):
     is_on_cpu: bool
     start_from: str | None = None
 
-    def is_new_from(self, checkpoint: str) -> bool:
-        """Whether this checkpoint is that of `start_from`, not one of the run itself."""
-        start = self.start_from
-        return start is not None and Path(start).resolve() == Path(checkpoint).resolve()
-
     def share(self, rank: int, size: int) -> Share:
         """Return a rank's share of each mini-batch; equal shares with fewer ranks than planned."""
         # fewer: in pools of this process, and after workers were lost for good; the mini-batch
@@ -839,25 +836,22 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    # layer by layer, so that only one is gathered at a time
-    for unit in _units(module):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-
-
-def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered separately: those that share no parameters."""
     layers = list(_outermost_layers(module))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     for owner in set(module.modules()).difference(*(layer.modules() for layer in layers)):
         owners.update(id(each) for each in owner.parameters(recurse=False) if id(each) in in_layers)
-    return [
+    # found before the first is sharded, which replaces its parameters
+    unshared = [
         layer
         for layer in layers
         if all(owners[id(parameter)] == 1 for parameter in layer.parameters())
     ]
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    # layer by layer, so that only one is gathered at a time; the rest together
+    for layer in unshared:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
