@@ -319,16 +319,6 @@ class Fault(NamedTuple):
     text: str
     number: int = 0
 
-    def raise_here(self, own: BaseException | None) -> None:
-        """Raise the error: the same on every rank, but for the user's own exception."""
-        if self.kind == "value":
-            raise InvalidValueError(self.text)
-        if self.kind == "os":
-            raise OSError(self.number, self.text)
-        if own is not None:
-            raise own
-        raise RankInterrupted(self.text, at_hand=("ray.train.report", 0, None))
-
 
 class RankOutcome(NamedTuple):
     """The outcome on a rank: its fault, and the place of its files if they stay elsewhere."""
@@ -509,10 +499,17 @@ class CheckpointCommit:
 
 
 def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
-    """Raise the error of the first rank that has one, on all ranks."""
-    for outcome in outcomes:
-        if outcome.fault is not None:
-            outcome.fault.raise_here(own)
+    """Raise the error of the first rank that has one: the same on all, but for the user's own."""
+    fault = next((each.fault for each in outcomes if each.fault is not None), None)
+    if fault is None:
+        return
+    if fault.kind == "value":
+        raise InvalidValueError(fault.text)
+    if fault.kind == "os":
+        raise OSError(fault.number, fault.text)
+    if own is not None:
+        raise own
+    raise RankInterrupted(fault.text, at_hand=("ray.train.report", 0, None))
 
 
 def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
