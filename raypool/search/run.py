@@ -533,6 +533,7 @@ class Search(LoopRun):
                 if trial.state == "waiting":
                     trial.stopped_by = "stop_when" if self.ended_by else self._rule
                     self._tell(trial, "pruned")
+        # only members of a running population begin at these copies
         if self._members is not None and work.home is not None:
             for trial in self.trials:
                 remove_checkpoint(work.home, work.checkpoint_name(trial.index) + KEPT)
@@ -544,7 +545,7 @@ class Search(LoopRun):
         until = time.monotonic() - (self._options.cancel_grace_s or 0.0)
         while self._asked and self._asked[0][0] <= until:
             _, trial, part = self._asked.popleft()
-            if trial.state == "running" and trial.part == part:
+            if trial.state == "running" and trial.part == part:  # it may be in its next part
                 self._cancel_trial(trial)
         return self._work.is_done or self._has_news or self._end_early()
 

@@ -93,7 +93,7 @@ def read(key: str, rank: int, *, travels: bool = True) -> Any:
     """Return the part, or `Gone`; if it travels, a GPU's tensor as a copy on the CPU."""
     try:
         value = _parts[key][rank]
-    except KeyError:
+    except KeyError:  # deleted, or this is a new process: the caller raises the error
         return Gone()
     torch = sys.modules.get("torch")
     if travels and torch is not None and issubclass(type(value), torch.Tensor) and value.is_cuda:
@@ -224,6 +224,7 @@ class Composite(Generic[T]):
         self._key = key
         self._entries = list(entries)  # by rank; changed one by one, never in length
         self._is_in_task = in_task()  # made by a call within a task, which then may read it
+        # not at exit, when the workers end with all that they keep
         weakref.finalize(self, _free, weakref.ref(engine), key, self._entries).atexit = False
 
     # --- queries that ask no worker ---------------------------------------------------------------
@@ -379,6 +380,7 @@ class Composite(Generic[T]):
     # --- requests to workers ----------------------------------------------------------------------
 
     def _call(self, fn: Any, rank: int, name: str, **more: Any) -> Future[Any]:
+        # no retries: the worker that replaces a lost one does not have the part
         options = Options(retries=0, name=name.format(rank))
         where = Where(self._entries[rank].place)
         return submit_call(self._engine, fn, (self._key, rank), more, options, where)

@@ -487,7 +487,7 @@ class RankFunction:
             if not assignment.stays_warm:
                 _part(assignment, group)
             return self.answer(assignment, value)
-        raise outcome
+        raise outcome  # out here, where the error that it replaces does not become its context
 
     def answer(self, assignment: Assignment, value: Any) -> Any:
         """Return the answer that travels back: a description, while the value stays."""

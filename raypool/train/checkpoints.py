@@ -66,7 +66,7 @@ def _noted(file: Path) -> CompleteCheckpoint | None:
         index, metrics = record["index"], record["metrics"]
         path = file.parent / (record.get("path") or file.stem)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+        return None  # it has just gone, or is any other JSON file that the user keeps there
     is_ours = isinstance(index, int) and isinstance(metrics, dict)
     return CompleteCheckpoint(index, path, metrics) if is_ours else None
 
@@ -375,7 +375,7 @@ class CheckpointCommit:
         if delivery is not None and delivery.is_deleted_after and _is_local(delivery.checkpoint):
             own = Path(delivery.checkpoint.path)
             if str(own.absolute()) != path:  # one that is kept in place stays
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the checkpoint is complete without that
                     shutil.rmtree(own)
         return str(path)
 
@@ -422,7 +422,7 @@ class CheckpointCommit:
     def _copied(self, folder: Folder, partial: Partial) -> RankOutcome:
         try:
             copy_in(folder, partial.path, self._rank)
-        except OSError as error:
+        except OSError as error:  # of the copy; one that `upload_fn` raises stays the user's own
             return RankOutcome(self._disk_fault(error, "a checkpoint"))
         return RankOutcome(has_copied=True)
 
@@ -465,6 +465,7 @@ class CheckpointCommit:
     ) -> tuple[str | None, Fault | None]:
         plan = self._plan
         try:
+            # first: what a run reported before the checkpoint is not reported again after it
             add_reports(plan.run_dir, plan.name, reports)
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:

@@ -128,7 +128,7 @@ class Controller:
         if plan.attempt == 1:
             self._first_start = plan.start
         options = replace(self._options, name=run.name)
-        if options.timeout_s is not None:  # it covers all attempts
+        if options.timeout_s is not None:  # it covers all attempts; 0 is no valid one
             options = replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
         attempt = self._lane.begin(plan, ranks.size, ranks.places, options)
         run.adopt(attempt)

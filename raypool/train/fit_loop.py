@@ -352,7 +352,7 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
         batches = (batch for _ in itertools.count() for batch in source.batches(order, pieces))
         for step in range(measure.num_warm_up + measure.num_steps):
             chosen = [next(batches) for _ in range(job.division.accumulate)]
-            ranks.wait()
+            ranks.wait()  # else the time of a step would include that of ranks behind this one
             start = time.perf_counter()
             learner.iterate(
                 step % job.course.num_steps, chosen, is_synchronized=measure.is_synchronized
@@ -393,10 +393,12 @@ class Learner:
         self.is_mean = True
         seed_all(mixed_seed(options.seed))
         model = job.model
+        # a copy: the next attempt, or a measurement, may be given the same object
         module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
         check_module(module)
         self.module = module.to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
+        # a function may make another model on each rank, in spite of the seed
         ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
         self.strategy = options.strategy
         self.is_sharded = self.strategy == "fsdp" and ranks.size > 1
@@ -712,7 +714,7 @@ class Ranks:
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's global generators."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes no more bits
     torch.manual_seed(seed)
 
 

@@ -448,7 +448,7 @@ class ManagedAttempt:
 
     def _train(self, workers: Sequence[WorkerInfo]) -> None:
         managed, plan = self._managed, self._plan
-        self._is_lent = True
+        self._is_lent = True  # first: what was lent before an error is taken back, too
         managed.backend.lend([worker.index for worker in workers])
         if not ray.is_initialized():  # a call to Ray would start a new cluster
             raise PoolClosedError("Ray was shut down before the training began.")
@@ -541,13 +541,14 @@ class ManagedAttempt:
             self._coordinator.ask_to_stop.remote()
 
     def _end(self, is_late: bool = False) -> None:
-        self._is_late |= is_late and not self._is_ending
+        self._is_late |= is_late and not self._is_ending  # the first reason to end counts
         self._is_ending = True
         if self._controller is not None:
             self._abort()
 
     def _abort(self) -> None:
         def kill() -> None:
+            # by now the controller has mostly ended by itself, or Ray has
             if ray.is_initialized() and self._outcome is None:
                 ray.kill(self._controller)
 
