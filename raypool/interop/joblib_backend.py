@@ -85,7 +85,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         **opening: Arguments of `parpool`, for a pool that is opened when needed.
     """
 
-    supports_retrieve_callback = True
+    supports_retrieve_callback = True  # joblib takes outcomes from its callback, and fetches none
     default_n_jobs = -1
 
     def __init__(
@@ -97,6 +97,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
         self._source = PoolSource(pool, opening)
+        # not at exit, when all pools end by themselves
         weakref.finalize(self, self._source.close).atexit = False
         # A backend of `parallel_config` serves its whole block; each `Parallel` works with a copy.
         # A copy in use keeps its origin, with which the pool that it has opened would end.
@@ -223,7 +224,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def terminate(self) -> None:
         """Release the `Parallel`, and end a pool that was opened for it alone."""
         self.parallel = self._origin = None  # the `Parallel` refers to this, too
-        self._batch_size = BatchSize()
+        self._batch_size = BatchSize()  # the next call may have tasks of another length
         if self._find_origin is not None and self._find_origin() is None:
             self._source.close()
 
@@ -322,6 +323,7 @@ class Batches:
         self._num_begun = 0
         self._is_begun = self._is_over = False
         self.newest_run_s = 0.0  # of the last batch passed to joblib
+        # joblib's threads hand batches in, the one of `_call_each` answers them
         self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end_thread = weakref.finalize(self, self._ended.put, None)
@@ -374,7 +376,7 @@ class Batches:
             future = Future(name)
             future.set_exception(error)
         with self._lock:
-            self._running[future] = piece
+            self._running[future] = piece  # before the callback, after which it is removed
         if self._is_over:  # `end` may not have seen it
             future.cancel()
         future.add_done_callback(functools.partial(self._pass_on, piece))
@@ -407,7 +409,14 @@ class Batches:
                 if is_short and callback.parallel.batch_size == "auto":
                     self._draw_ahead(callback.parallel)
         except BaseException as error:  # `SystemExit` in the user's generator is one
-            _fail(callback, error)
+            # joblib ends a `Parallel` like this after an `Exception` of the user's generator; for
+            # others it would wait forever
+            parallel = callback.parallel
+            with parallel._lock:
+                if parallel._call_id == callback.parallel_call_id:
+                    tracker = BatchCompletionCallBack(0, 1, parallel)
+                    parallel._register_new_job(tracker)
+                    tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
     def _outcome(self, piece: BatchPart, future: Future[Any]) -> Callable[[], list[Any]] | None:
         """Return a function for a whole batch's values or error; None while a part is missing."""
@@ -479,17 +488,6 @@ def _call_each(
             display.update()
     if display is not None:
         display.end()
-
-
-def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
-    """End a `Parallel` with an error in its callback."""
-    # joblib does this for an `Exception` of the user's generator; for others it would wait forever
-    parallel = callback.parallel
-    with parallel._lock:
-        if parallel._call_id == callback.parallel_call_id:
-            tracker = BatchCompletionCallBack(0, 1, parallel)
-            parallel._register_new_job(tracker)
-            tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
 
 # --- progress -------------------------------------------------------------------------------------
@@ -606,7 +604,7 @@ def run_tasks(tasks: list[Task], manner: Manner, limit_s: float) -> list[Any]:
     with parallel_config(backend=own, n_jobs=n_jobs), _threads_limited(manner.max_threads):
         for fn, args, kwargs in tasks:
             values.append(finished(fn(*args, **kwargs)))
-            if perf_counter() > until:
+            if perf_counter() > until:  # after a task: every call runs one at least
                 break
     return values
 

@@ -114,7 +114,7 @@ class Pool:
         profile: str | Profile | None = None,
         **changes: Any,
     ) -> None:
-        self._state = multiprocessing.pool.INIT
+        self._state = multiprocessing.pool.INIT  # first: `terminate` looks at it after any error
         if initializer is not None and not callable(initializer):
             raise InvalidTypeError(
                 f"initializer={initializer!r} is not callable. Pass a function, and its arguments"
@@ -143,6 +143,7 @@ class Pool:
         if initializer is not None:
             self._forget = self._initialize(initializer, initargs)
         self._collector = Collector(self._view._engine.driver)
+        # nobody can close a pool that is gone, and its collector would run on
         weakref.finalize(self, self._collector.close, self._forget).atexit = False
         self._state = multiprocessing.pool.RUN
 
@@ -381,7 +382,7 @@ class Pool:
         self._state = multiprocessing.pool.TERMINATE
         self._collector.close(self._forget)  # first: afterwards no new job can start
         jobs = self._collector.jobs()
-        for job in jobs:
+        for job in jobs:  # first: cancelled calls make room, in which others would be drawn
             if isinstance(job, Drawing):
                 job.stop()
         if self._own is None:
@@ -407,7 +408,7 @@ class Pool:
             if isinstance(job, Drawing):  # it would wait until its results are taken
                 job.hurry()
         self._collector.thread.join()
-        if self._own is not None:
+        if self._own is not None:  # `close` lets it shut down, but does not wait for that
             self._own.shutdown()
 
     def __enter__(self) -> Pool:
@@ -799,6 +800,7 @@ class AsyncResult(Generic[T]):
         """
         if not self.ready():
             self._gathering.check_wait(timeout)
+        # set by the collector after the callback, as in the standard pool
         self._gathering.ended.wait(timeout)
 
     def get(self, timeout: float | None = None) -> T:
@@ -903,6 +905,8 @@ class Drawing(Generic[T]):
         self._is_ordered = is_ordered
         self._most_ahead = most_ahead
         self._is_as_taken = most_ahead is not None
+        # Guards all below. Its lock is reentrant, as it has to be: garbage collection may call
+        # `forget` in a thread that holds it.
         self._changed = threading.Condition()
         self._pending: OrderedDict[Future[Any], None] = OrderedDict()
         self._ready: deque[Future[Any]] = deque()
@@ -942,7 +946,7 @@ class Drawing(Generic[T]):
                 if self._is_drawn:
                     return False
             # without the lock: both may take long, and results are taken meanwhile
-            entry = next(calls, self)
+            entry = next(calls, self)  # `self` for the end: no iterable of the user's yields it
             if entry is self:
                 return False
             future = submit(entry)

@@ -90,8 +90,9 @@ class RemoteTrial:
         key = f"{self._key}/{uuid.uuid4().hex}"
         self._queue.put((self.number, key, verb, arguments, options))
         store = current_task().store
+        # without a limit: a sampler may take long, and the end of `optimize` cancels the trial
         answer, error = store.wait(key)
-        store.remove(key)
+        store.remove(key)  # nobody asks for it again, and it takes memory in the user's process
         if error is not None:
             raise error
         return answer
@@ -107,7 +108,7 @@ def run_objective(
     """Call an objective in a worker; return its value, or None and the error that pruned it."""
     try:
         return objective(RemoteTrial(queue, key, number, params)), None
-    except optuna.TrialPruned as pruned:
+    except optuna.TrialPruned as pruned:  # an outcome of the trial, not a failure of the task
         return None, pruned
 
 
@@ -172,6 +173,7 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
     view = gcp() if pool is None else pool
     assert view is not None
     target = view._target()
+    # the objective would run in this thread, which has to answer its questions
     if target._engine.profile.backend == "inline":
         study.optimize(objective, n_trials, timeout, catch=catch, callbacks=callbacks)
         return
@@ -241,7 +243,7 @@ class _Run:
         trial, future = self._running[number]
         if verb == "end":
             self._queue.backlog  # noqa: B018 - waits for the trial's last messages
-            self._note(number, "told all")
+            self._note(number, "told all")  # behind those messages in the queue
             return
         if verb == "told all":
             self._take_end(number, catch, callbacks)

@@ -108,7 +108,7 @@ def train_part(fn: Callable[[Any], Any], metric: str | None, part: Mapping[str, 
     share_left(fn)
     try:
         return fn(part["config"])
-    except TrialEndedError:
+    except TrialEndedError:  # raised by `count`: the loop went on after its end
         return None
 
 
@@ -182,6 +182,7 @@ class GangSearch(Search):
             sent,
             workers=self._size,
             lane="warm",
+            # the next part of the trial continues from the last one, and from no other
             run_options=RunOptions(run_dir=folder, keep_checkpoints=1),
             trainer=None,
             datasets=None,
@@ -224,6 +225,7 @@ class GangSearch(Search):
     # --- what arrives -----------------------------------------------------------------------------
 
     def _note_end(self, part: int) -> None:
+        # in the training's thread; `_absorb` takes it in the search's, which alone may decide
         self._ended.append(part)
         self._wake()
 

@@ -86,5 +86,5 @@ def score_of(value: Any) -> float | None:
     value = number_in(value)
     try:
         return float(value) if is_real(value) else None
-    except OverflowError:
+    except OverflowError:  # an integer that is greater than any float
         return math.inf if value > 0 else -math.inf

@@ -533,6 +533,7 @@ class Search(LoopRun):
                 if trial.state == "waiting":
                     trial.stopped_by = "stop_when" if self.ended_by else self._rule
                     self._tell(trial, "pruned")
+        # only members of a running population begin at these copies
         if self._members is not None and work.home is not None:
             for trial in self.trials:
                 remove_checkpoint(work.home, work.checkpoint_name(trial.index) + KEPT)
@@ -540,7 +541,12 @@ class Search(LoopRun):
         self._raise_if_none_is_good()
 
     def _has_work(self) -> bool:
-        self._cancel_late()
+        """Whether there is anything to do; cancels trials that were to stop, and still run."""
+        until = time.monotonic() - (self._options.cancel_grace_s or 0.0)
+        while self._asked and self._asked[0][0] <= until:
+            _, trial, part = self._asked.popleft()
+            if trial.state == "running" and trial.part == part:  # it may be in its next part
+                self._cancel_trial(trial)
         return self._work.is_done or self._has_news or self._end_early()
 
     @property
@@ -877,22 +883,21 @@ class Search(LoopRun):
 
     def _copy_checkpoint(self, trial: Trial, rung: int, copy: str, for_trial: Trial) -> None:
         """Copy the checkpoint that a trial had when it waited at a rung, in another thread."""
-        name = self._work.checkpoint_name(trial.index)
+        name, home = self._work.checkpoint_name(trial.index), self._work.home
         if trial.state != "waiting" or trial.rung != rung:
             name += KEPT  # it has gone on since
-        make = functools.partial(self._copy, trial, name, copy)
-        self._copies.make(make, trial.index, for_trial.index)
 
-    def _copy(self, trial: Trial, name: str, copy: str) -> None:
-        home = self._work.home
-        assert home is not None
-        if checkpoint_time(home, name) is None:
-            raise InvalidValueError(
-                f"Trial {trial.number} of {self._work.label} left no checkpoint after"
-                f" {trial.epochs} epochs, so that no other trial can continue from it. Call"
-                " save_checkpoint(...) before it returns."
-            )
-        copy_checkpoint(home, name, copy)
+        def make() -> None:
+            assert home is not None
+            if checkpoint_time(home, name) is None:
+                raise InvalidValueError(
+                    f"Trial {trial.number} of {self._work.label} left no checkpoint after"
+                    f" {trial.epochs} epochs, so that no other trial can continue from it. Call"
+                    " save_checkpoint(...) before it returns."
+                )
+            copy_checkpoint(home, name, copy)
+
+        self._copies.make(make, trial.index, for_trial.index)
 
     # --- what arrives -----------------------------------------------------------------------------
 
@@ -962,14 +967,6 @@ class Search(LoopRun):
             self._driver.post(StopRequested(self._task_id, trial.part))
         elif (note := note_here()) is not None:  # this is the trial's own thread
             note.should_stop = True
-
-    def _cancel_late(self) -> None:
-        """Cancel trials that still run some time after they were asked to stop."""
-        until = time.monotonic() - (self._options.cancel_grace_s or 0.0)
-        while self._asked and self._asked[0][0] <= until:
-            _, trial, part = self._asked.popleft()
-            if trial.state == "running" and trial.part == part:
-                self._cancel_trial(trial)
 
     def _cancel_trial(self, trial: Trial) -> None:
         self._driver.post(CancelRequested(self._task_id, trial.part))

@@ -216,7 +216,7 @@ class SpmdWork:
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Note that ranks were lost with their worker, or that the time was up."""
-        if isinstance(error, TaskTimeoutError):
+        if isinstance(error, TaskTimeoutError):  # of the call: each rank tells where it was
             self._is_late = True
             return
         for rank in range(piece.start, piece.stop):
@@ -225,6 +225,7 @@ class SpmdWork:
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Resolve the future: with the result of the call, or with the error."""
+        # a future that the user keeps holds this object (`catch_up`), but not the arguments
         self._args, self._open_args = (), tuple
         future, members = self.future, self._members
         future.finished_at = datetime.now(UTC)
@@ -260,7 +261,7 @@ class SpmdWork:
         name, size, failures = self.future.name, self._size, self._failures
         if self._engine.profile.backend == "inline":
             for failure in failures:
-                if is_interrupt(failure.error):
+                if is_interrupt(failure.error):  # Ctrl-C in the user's thread: it means the call
                     return failure.error
         if isinstance(error, PoolPreemptedError):
             # ranks that were told have returned, and others were interrupted because of that
@@ -316,12 +317,12 @@ def choose_ranks(
 
 
 _warm_groups: weakref.WeakKeyDictionary[Driver, WarmGroups] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.Lock()  # drivers of several pools share the table, each with its own thread
 
 
 def warm_groups_of(driver: Driver) -> WarmGroups:
     """Return the warm groups of a pool."""
-    with _lock:  # drivers of several pools share the table, each with its own thread
+    with _lock:
         return _warm_groups.setdefault(driver, WarmGroups())
 
 

@@ -93,7 +93,7 @@ def read(key: str, rank: int, *, travels: bool = True) -> Any:
     """Return the part, or `Gone`; if it travels, a GPU's tensor as a copy on the CPU."""
     try:
         value = _parts[key][rank]
-    except KeyError:
+    except KeyError:  # deleted, or this is a new process: the caller raises the error
         return Gone()
     torch = sys.modules.get("torch")
     if travels and torch is not None and issubclass(type(value), torch.Tensor) and value.is_cuda:
@@ -224,6 +224,7 @@ class Composite(Generic[T]):
         self._key = key
         self._entries = list(entries)  # by rank; changed one by one, never in length
         self._is_in_task = in_task()  # made by a call within a task, which then may read it
+        # not at exit, when the workers end with all that they keep
         weakref.finalize(self, _free, weakref.ref(engine), key, self._entries).atexit = False
 
     # --- queries that ask no worker ---------------------------------------------------------------
@@ -246,7 +247,7 @@ class Composite(Generic[T]):
         return (
             not self._engine.is_over
             and entry.description is not None
-            and _lives(self._engine, entry)
+            and _lives(self._engine, entry.worker_id)
         )
 
     def __repr__(self) -> str:
@@ -275,7 +276,7 @@ class Composite(Generic[T]):
     def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:
             return "missing"
-        if _lives(self._engine, entry):
+        if _lives(self._engine, entry.worker_id):
             return entry.description.text
         return f"lost with worker {entry.place}"
 
@@ -355,7 +356,9 @@ class Composite(Generic[T]):
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = PartInfo(place, before, description)
-        if not _lives(self._engine, entry):  # the worker was replaced before or after the call
+        if not _lives(
+            self._engine, entry.worker_id
+        ):  # the worker was replaced before or after the call
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
@@ -370,13 +373,14 @@ class Composite(Generic[T]):
         if entry.description is None:
             raise self._missing(rank)
         self._entries[rank] = entry._replace(description=None)
-        if _lives(self._engine, entry):
+        if _lives(self._engine, entry.worker_id):
             with contextlib.suppress(CompositeError):  # lost meanwhile: it is gone all the same
                 self._wait(rank, entry, self._call(remove, rank, "deleting rank {} of a Composite"))
 
     # --- requests to workers ----------------------------------------------------------------------
 
     def _call(self, fn: Any, rank: int, name: str, **more: Any) -> Future[Any]:
+        # no retries: the worker that replaces a lost one does not have the part
         options = Options(retries=0, name=name.format(rank))
         where = Where(self._entries[rank].place)
         return submit_call(self._engine, fn, (self._key, rank), more, options, where)
@@ -439,7 +443,7 @@ class Composite(Generic[T]):
         entry = self._entries[rank]
         if entry.description is None:
             raise self._missing(rank)
-        if not _lives(self._engine, entry):
+        if not _lives(self._engine, entry.worker_id):
             raise self._lost(rank, entry)
         return entry
 
@@ -534,8 +538,8 @@ def _is_serial(engine: Engine) -> bool:
     return engine.profile.backend == "inline" and engine.driver.scheduler.workers.size == 1
 
 
-def _lives(engine: Engine, entry: PartInfo) -> bool:
-    worker = engine.driver.scheduler.workers.by_id.get(entry.worker_id)
+def _lives(engine: Engine, worker_id: int) -> bool:
+    worker = engine.driver.scheduler.workers.by_id.get(worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
@@ -555,10 +559,8 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
     if engine.profile.backend != "ray":
         drop(key)  # one process: no other could use the memory in torch's cache, so the cache stays
         return
-    workers = engine.driver.scheduler.workers
     for worker_id, place in seats:
-        worker = workers.by_id.get(worker_id)
-        if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
+        if engine.is_over or not _lives(engine, worker_id):
             continue  # the parts went with their process: none is started for this
         # the pool has ended meanwhile, and its workers with it
         with contextlib.suppress(RaypoolError):

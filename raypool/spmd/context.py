@@ -15,6 +15,7 @@ from raypool.spmd import collectives, composite
 from raypool.spmd.collectives import Op
 from raypool.spmd.failures import is_disconnect, summary
 from raypool.spmd.group import (
+    CALL_HAS_ENDED,
     Assignment,
     AtHand,
     Group,
@@ -79,10 +80,7 @@ class SpmdContext:
     @property
     def _group(self) -> Group:
         if self._open_group is None:
-            raise InvalidValueError(
-                "This call has ended, and its context with it. Use the context of a call only while"
-                " it runs."
-            )
+            raise InvalidValueError(CALL_HAS_ENDED)
         return self._open_group
 
     def _end(self) -> None:
@@ -489,7 +487,7 @@ class RankFunction:
             if not assignment.stays_warm:
                 _part(assignment, group)
             return self.answer(assignment, value)
-        raise outcome
+        raise outcome  # out here, where the error that it replaces does not become its context
 
     def answer(self, assignment: Assignment, value: Any) -> Any:
         """Return the answer that travels back: a description, while the value stays."""

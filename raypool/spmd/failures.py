@@ -96,7 +96,7 @@ def spmd_error(name: str, ends: Sequence[RankFailure], timeout_s: float | None) 
             rest.append(f"{cut} {'was' if cut == 1 else 'were'} interrupted because of it")
         others = f"{', and '.join(rest)}. " if rest else ""
         fact = f"{fact.rstrip('.')}. {others}The cause of this error has its traceback."
-    return _made(fact, failures, first.rank)
+    return joint_error(fact, failures, first.rank)
 
 
 def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError:
@@ -128,10 +128,11 @@ def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError
         )
         for end in late
     }
-    return _made(fact, failures, late[0].rank)
+    return joint_error(fact, failures, late[0].rank)
 
 
-def _made(text: str, failures: Mapping[int, BaseException], first_rank: int) -> SpmdError:
+def joint_error(text: str, failures: Mapping[int, BaseException], first_rank: int) -> SpmdError:
+    """Return the error of a call whose ranks have failed so; its cause is the first rank's."""
     error = SpmdError(text, failures=dict(failures), first_rank=first_rank)
     error.__cause__ = failures[first_rank]
     return error

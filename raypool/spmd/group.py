@@ -358,7 +358,7 @@ class Group:
 _retired: deque[tuple[float, NoTransport | GlooTransport, Any]] = deque()
 """Groups left after a good end: when, their connections and stores (others may still ask those)."""
 
-_retiring = threading.Lock()
+_retiring = threading.Lock()  # of workers in threads, and of the thread that closes
 
 
 def _retire(transport: NoTransport | GlooTransport, store: Any) -> None:
@@ -373,7 +373,7 @@ def _retire(transport: NoTransport | GlooTransport, store: Any) -> None:
 
 
 def _close_retired() -> None:
-    while _retired:
+    while _retired:  # read without the lock: at worst two of these threads run
         time.sleep(FAREWELL_S / 4)
         with _retiring:
             while _retired and time.monotonic() - _retired[0][0] > FAREWELL_S:
@@ -386,15 +386,17 @@ def _close_all_retired() -> None:
         _retired.clear()
 
 
+CALL_HAS_ENDED = (
+    "This call has ended, and its context with it. Use the context of a call only while it runs."
+)
+
+
 class _Closed(NoTransport):
     """The connections of a closed group."""
 
     def meet(self, slot: bytes) -> list[bytes]:
         """Refuse: the group is closed."""
-        raise InvalidValueError(
-            "This call has ended, and its context with it. Use the context of a call only while it"
-            " runs."
-        )
+        raise InvalidValueError(CALL_HAS_ENDED)
 
 
 # --- joining and leaving a group ------------------------------------------------------------------
@@ -462,7 +464,7 @@ def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
         transport = in_thread(make, discard=lambda transport: transport.sever())
         group = Group(assignment, transport, Packer(secret, way if has_process else None))
         group.store, group.address, group.master = store, address, master
-        weakref.finalize(group, held.pop_all().close)
+        weakref.finalize(group, held.pop_all().close)  # until then MASTER_PORT names the port
         uuids = {gpu_uuid for gpu_uuid, _ in met}
         # NCCL needs a separate GPU for each rank
         group.has_nccl = None not in uuids and len(uuids) == len(met)
@@ -520,12 +522,19 @@ def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
         store = dist.HashStore()
         return store, store, LOOPBACK
     if assignment.is_one_host:
-        file = _new_file()
+        note = note_here()
+        # in a folder that is removed with the pool; without its file the store would hang
+        folder = (
+            folder_of_process()
+            if note is None or note.folders is None
+            else note.folders.temporary()
+        )
+        file = str(make_private(folder / "groups") / uuid.uuid4().hex)
         return _store_in(file), file, LOOPBACK
     address = own_address()
     listener = socket.socket()  # torch's own would be open on every interface
     listener.bind((address, 0))
-    listener.listen(128)
+    listener.listen(128)  # all ranks may connect at once
     port = listener.getsockname()[1]
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, **options)
@@ -543,15 +552,6 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
         lambda: distributed().TCPStore(*place, None, False, STORE_TIMEOUT, wait_for_workers=False)
     )
     return store, own_address(towards=place)
-
-
-def _new_file() -> str:
-    note = note_here()
-    # it is removed with the pool; earlier, the store would hang
-    folder = (
-        folder_of_process() if note is None or note.folders is None else note.folders.temporary()
-    )
-    return str(make_private(folder / "groups") / uuid.uuid4().hex)
 
 
 def _store_in(file: str) -> Any:
@@ -668,7 +668,7 @@ def is_registered(world: Any) -> bool:
     return world in _torch_groups().pg_map
 
 
-_closing = threading.Lock()
+_closing = threading.Lock()  # the thread of the watch may close the same group
 
 
 def close_world(world: Any) -> None:
@@ -677,10 +677,10 @@ def close_world(world: Any) -> None:
 
     dist = distributed()
     # dropping our references is not enough: others may live on in the frames of a traceback
-    with _closing:  # the thread of the watch may close the same group
+    with _closing:
         if not is_registered(world):
             return
-        swap_default(world)
+        swap_default(world)  # what follows ends the default group, and all made from it
         try:
             for group in list(_torch_groups().pg_map):
                 _sever_gloo(group)
@@ -749,7 +749,7 @@ def alone_in_torch() -> Any:
             else:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
                 _own_world = dist.group.WORLD
-            _num_holders = 0
+            _num_holders = 0  # if any are left, the user has destroyed their group
         if dist.group.WORLD is _own_world:
             _num_holders += 1
             return _own_world

@@ -83,7 +83,7 @@ class GlooTransport:
         # listen on every interface
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOR_EVER
-        options._threads = 2
+        options._threads = 2  # as many as torch's own groups have
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
         self._world_size = world_size
@@ -145,7 +145,7 @@ class GlooTransport:
             try:
                 work.wait(timedelta(seconds=SLICE_S))
                 return
-            except RuntimeError:
+            except RuntimeError:  # also at the end of a slice: then the work is not completed
                 if work.is_completed():
                     break
             self.waiting(time.monotonic() - began)
@@ -177,7 +177,7 @@ def distributed() -> Any:
 
 def in_thread(
     make: Callable[[], Any],
-    discard: Callable[[Any], object] = bool,
+    discard: Callable[[Any], object] = bool,  # which does nothing
     waiting: Callable[[float], object] = bool,
 ) -> Any:
     """Call a function that waits in native code, in a thread: so the wait can be interrupted.
@@ -205,6 +205,7 @@ def in_thread(
 
     began = time.monotonic()
     try:
+        # a daemon: after an interruption it may wait forever, and nothing can end it
         threading.Thread(target=run, daemon=True).start()
         while not done.wait(SLICE_S):  # in slices, so that an interruption gets through
             waiting(time.monotonic() - began)
@@ -228,7 +229,7 @@ def sever(gloo: Any) -> None:
     # peer is tried; after the first whole one, the rest fail without a wait.
     for peer in range(0 if gloo is None else gloo.size()):
         if peer != gloo.rank():
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the timeout that is wanted, or broken already
                 gloo.recv([torch.empty(1)], peer, SEVER_TAG).wait(timedelta(milliseconds=1))
 
 
@@ -266,7 +267,7 @@ class NcclTransport:
         posts += [dist.P2POp(dist.isend, x, dst, self._world) for x, dst in sends]
         if posts:
             for work in dist.batch_isend_irecv(posts):
-                work.wait()
+                work.wait()  # only the GPU's stream waits: no slices are needed
 
 
 Transport = NoTransport | GlooTransport | NcclTransport

@@ -267,6 +267,7 @@ def begun_collectives(since: float) -> dict[str, Begun]:
     for dump in _flight_records(is_whole=True):
         for entry in json.loads(dump).get("entries", ()):
             name, at = entry["process_group"][0], entry["time_created_ns"] / 1e9
+            # the ring also has those of earlier calls, and of groups that are gone
             if entry["is_p2p"] or at < since or name not in ranks:
                 continue
             number = entry["collective_seq_id"]

@@ -66,7 +66,7 @@ def _noted(file: Path) -> CompleteCheckpoint | None:
         index, metrics = record["index"], record["metrics"]
         path = file.parent / (record.get("path") or file.stem)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+        return None  # it has just gone, or is any other JSON file that the user keeps there
     is_ours = isinstance(index, int) and isinstance(metrics, dict)
     return CompleteCheckpoint(index, path, metrics) if is_ours else None
 
@@ -223,14 +223,11 @@ def note_down(
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those metrics that JSON can take."""
-
-    def as_list(value: Any) -> Any:
-        return value.tolist()  # NumPy's arrays and numbers; others have none
-
     plain = {}
     for name, value in metrics.items():
+        # the others are left out: they have no `tolist` (as NumPy's have), or contain themselves
         with contextlib.suppress(TypeError, ValueError, RecursionError, AttributeError):
-            plain[name] = json.loads(json.dumps(value, default=as_list))
+            plain[name] = json.loads(json.dumps(value, default=lambda each: each.tolist()))
     return plain
 
 
@@ -322,16 +319,6 @@ class Fault(NamedTuple):
     text: str
     number: int = 0
 
-    def raise_here(self, own: BaseException | None) -> None:
-        """Raise the error: the same on every rank, but for the user's own exception."""
-        if self.kind == "value":
-            raise InvalidValueError(self.text)
-        if self.kind == "os":
-            raise OSError(self.number, self.text)
-        if own is not None:
-            raise own
-        raise RankInterrupted(self.text, at_hand=("ray.train.report", 0, None))
-
 
 class RankOutcome(NamedTuple):
     """The outcome on a rank: its fault, and the place of its files if they stay elsewhere."""
@@ -388,7 +375,7 @@ class CheckpointCommit:
         if delivery is not None and delivery.is_deleted_after and _is_local(delivery.checkpoint):
             own = Path(delivery.checkpoint.path)
             if str(own.absolute()) != path:  # one that is kept in place stays
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the checkpoint is complete without that
                     shutil.rmtree(own)
         return str(path)
 
@@ -435,7 +422,7 @@ class CheckpointCommit:
     def _copied(self, folder: Folder, partial: Partial) -> RankOutcome:
         try:
             copy_in(folder, partial.path, self._rank)
-        except OSError as error:
+        except OSError as error:  # of the copy; one that `upload_fn` raises stays the user's own
             return RankOutcome(self._disk_fault(error, "a checkpoint"))
         return RankOutcome(has_copied=True)
 
@@ -478,6 +465,7 @@ class CheckpointCommit:
     ) -> tuple[str | None, Fault | None]:
         plan = self._plan
         try:
+            # first: what a run reported before the checkpoint is not reported again after it
             add_reports(plan.run_dir, plan.name, reports)
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:
@@ -512,10 +500,17 @@ class CheckpointCommit:
 
 
 def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
-    """Raise the error of the first rank that has one, on all ranks."""
-    for outcome in outcomes:
-        if outcome.fault is not None:
-            outcome.fault.raise_here(own)
+    """Raise the error of the first rank that has one: the same on all, but for the user's own."""
+    fault = next((each.fault for each in outcomes if each.fault is not None), None)
+    if fault is None:
+        return
+    if fault.kind == "value":
+        raise InvalidValueError(fault.text)
+    if fault.kind == "os":
+        raise OSError(fault.number, fault.text)
+    if own is not None:
+        raise own
+    raise RankInterrupted(fault.text, at_hand=("ray.train.report", 0, None))
 
 
 def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:

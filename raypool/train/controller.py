@@ -51,8 +51,6 @@ from raypool.train.runs import (
 from raypool.worker.running import is_interrupt
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from raypool.train.managed import ManagedLane
 
 
@@ -78,17 +76,6 @@ class RankPlaces:
         if least is None or not least <= len(left) < self.size:
             return self
         return replace(self, size=len(left), places=self.places and tuple(left))
-
-    def await_others(self, least: int | None) -> None:
-        """Wait until the pool has replaced lost machines, for `start_timeout_s` at most."""
-        deadline = time.monotonic() + self.engine.profile.start_timeout_s
-        while (
-            self.places is None
-            and len(self.left) < (least or self.size)
-            and time.monotonic() < deadline
-        ):
-            self.engine.check_open()
-            time.sleep(LOOK_S)
 
     @property
     def left(self) -> list[int]:
@@ -141,7 +128,7 @@ class Controller:
         if plan.attempt == 1:
             self._first_start = plan.start
         options = replace(self._options, name=run.name)
-        if options.timeout_s is not None:  # it covers all attempts
+        if options.timeout_s is not None:  # it covers all attempts; 0 is no valid one
             options = replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
         attempt = self._lane.begin(plan, ranks.size, ranks.places, options)
         run.adopt(attempt)
@@ -208,8 +195,15 @@ class Controller:
         # would wait for workers that never come.
         if not _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
             return False
-        self._ranks.await_others(self.kept.min_workers)
-        return len(self._ranks.left) >= self._ranks.size
+        ranks, deadline = self._ranks, time.monotonic() + self._ranks.engine.profile.start_timeout_s
+        while (
+            ranks.places is None
+            and len(ranks.left) < (self.kept.min_workers or ranks.size)
+            and time.monotonic() < deadline
+        ):
+            ranks.engine.check_open()
+            time.sleep(LOOK_S)
+        return len(ranks.left) >= ranks.size
 
     def _is_worth_another(self, error: SpmdError) -> bool:
         """Whether an attempt is left, and a lost worker or a `retry_on` exception calls for it."""
@@ -234,9 +228,13 @@ class Controller:
         top = None if kept.best_metric is None else best(folder, kept.best_metric, kept.best_mode)
         by_rating = ranked(folder, kept.best_metric, kept.best_mode)
         metrics = self._ends[0].metrics if self._ends else None
+        if not metrics and not (own := frame[frame["rank"] == 0]).empty:
+            # with "time" in it the row is of objects; without, integers could become floats
+            row, others = own.iloc[-1].dropna(), ("time", "rank", "attempt")
+            metrics = {str(name): value for name, value in row.items() if name not in others}
         if not metrics:
             # a training that had ended before reports nothing: its last checkpoint knows
-            metrics = _last_of(frame) or ({} if last is None else last.metrics)
+            metrics = {} if last is None else last.metrics
         return TrainingResult(
             metrics=metrics,
             metrics_frame=frame,
@@ -312,16 +310,6 @@ class Controller:
 def _reasons(error: SpmdError | None) -> set[LossReason]:
     failures = error.failures.values() if error is not None else ()
     return {each.reason for each in failures if isinstance(each, WorkerLostError)}
-
-
-def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return the last report of rank 0, from the table of all reports."""
-    own = frame[frame["rank"] == 0]
-    if own.empty:
-        return {}
-    # with "time" in it the row is of objects; without, integers could become floats
-    row, others = own.iloc[-1].dropna(), ("time", "rank", "attempt")
-    return {str(name): value for name, value in row.items() if name not in others}
 
 
 def start_run(run: TrainingRun, controller: Controller, engine: Engine) -> TrainingRun:

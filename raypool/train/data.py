@@ -164,17 +164,10 @@ def _paired(
     """Return the inputs and the targets of a mini-batch, in plain dicts."""
     # A loading process could not send a class of the user's script, and torch would wait for it
     # forever: `changed` makes plain dicts of all mappings.
-    inputs, targets = _as_pair(collate(samples), target)
-    if collate is default_collate and isinstance(inputs, list):
-        inputs = tuple(inputs)  # torch makes a list of samples' tuples; the user's own is one input
-    pair: Batch = changed(lambda tensor: tensor, (inputs, targets), torch.Tensor)
-    return pair
-
-
-def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
+    batch = collate(samples)
     if isinstance(batch, Mapping):
-        return _split(batch, target)
-    if target is not None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        inputs, targets = _split(batch, target)
+    elif target is not None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
         number = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         what = "a pair" if target is None else f"a dict with {target!r} in it"
         raise InvalidTypeError(
@@ -182,7 +175,12 @@ def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
             " sample must be a pair of an input and a target, or a dict; an input may be a tuple"
             " or a dict of several."
         )
-    return batch[0], batch[1]
+    else:
+        inputs, targets = batch[0], batch[1]
+    if collate is default_collate and isinstance(inputs, list):
+        inputs = tuple(inputs)  # torch makes a list of samples' tuples; the user's own is one input
+    pair: Batch = changed(lambda tensor: tensor, (inputs, targets), torch.Tensor)
+    return pair
 
 
 def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Batch:
@@ -248,7 +246,14 @@ def take_samples(data: Any, what: str = "data") -> Samples:
         samples = _from_frame(data, data.columns[-1:] if target is None else target, what)
     elif type(data) is TensorDataset and len(data.tensors) == 2 and target is None:
         samples = _from_tensors(data, what)
-    elif _is_pair(data) and target is None:
+    elif (
+        isinstance(data, (tuple, list))
+        and not isinstance(data, Dataset)
+        and len(data) == 2
+        # a list of two may be two samples
+        and (isinstance(data, tuple) or not isinstance(data[0], (tuple, list, Mapping)))
+        and target is None
+    ):
         samples = _from_pair(data[0], data[1], what)
     else:
         samples = DatasetSamples(dataset=in_tensors(_checked_dataset(data, what)), target=target)
@@ -271,13 +276,6 @@ def is_shuffled(loader: Any) -> bool:
         and not sampler.replacement
         and len(sampler) == len(loader.dataset)
     )
-
-
-def _is_pair(data: Any) -> bool:
-    if isinstance(data, Dataset) or not isinstance(data, (tuple, list)) or len(data) != 2:
-        return False
-    # a list of two may be two samples
-    return isinstance(data, tuple) or not isinstance(data[0], (tuple, list, Mapping))
 
 
 def _with_target(data: Any) -> tuple[Any, str | tuple[str, ...] | None]:

@@ -88,7 +88,9 @@ class RankTraining:
                 state = read(folder)
             self._best = state["best"]
             self._progress = restore(self._learner, state, checkpoint.path)
-            if job.is_new_from(checkpoint.path):
+            start = job.start_from
+            # else it is a checkpoint of the run itself, which resumes
+            if start is not None and Path(start).resolve() == Path(checkpoint.path).resolve():
                 # what was the best on other data, or before, says nothing of this training
                 self._best = None
                 self._progress = self._progress._replace(best_loss=math.inf, worse_in_a_row=0)
@@ -350,7 +352,7 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
         batches = (batch for _ in itertools.count() for batch in source.batches(order, pieces))
         for step in range(measure.num_warm_up + measure.num_steps):
             chosen = [next(batches) for _ in range(job.division.accumulate)]
-            ranks.wait()
+            ranks.wait()  # else the time of a step would include that of ranks behind this one
             start = time.perf_counter()
             learner.iterate(
                 step % job.course.num_steps, chosen, is_synchronized=measure.is_synchronized
@@ -391,10 +393,12 @@ class Learner:
         self.is_mean = True
         seed_all(mixed_seed(options.seed))
         model = job.model
+        # a copy: the next attempt, or a measurement, may be given the same object
         module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
         check_module(module)
         self.module = module.to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
+        # a function may make another model on each rank, in spite of the seed
         ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
         self.strategy = options.strategy
         self.is_sharded = self.strategy == "fsdp" and ranks.size > 1
@@ -653,11 +657,6 @@ class FitJob(NamedTuple):
     is_on_cpu: bool
     start_from: str | None = None
 
-    def is_new_from(self, checkpoint: str) -> bool:
-        """Whether this checkpoint is that of `start_from`, not one of the run itself."""
-        start = self.start_from
-        return start is not None and Path(start).resolve() == Path(checkpoint).resolve()
-
     def share(self, rank: int, size: int) -> Share:
         """Return a rank's share of each mini-batch; equal shares with fewer ranks than planned."""
         # fewer: in pools of this process, and after workers were lost for good; the mini-batch
@@ -715,7 +714,7 @@ class Ranks:
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's global generators."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes no more bits
     torch.manual_seed(seed)
 
 
@@ -839,25 +838,22 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    # layer by layer, so that only one is gathered at a time
-    for unit in _units(module):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-
-
-def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered separately: those that share no parameters."""
     layers = list(_outermost_layers(module))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     for owner in set(module.modules()).difference(*(layer.modules() for layer in layers)):
         owners.update(id(each) for each in owner.parameters(recurse=False) if id(each) in in_layers)
-    return [
+    # found before the first is sharded, which replaces its parameters
+    unshared = [
         layer
         for layer in layers
         if all(owners[id(parameter)] == 1 for parameter in layer.parameters())
     ]
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    # layer by layer, so that only one is gathered at a time; the rest together
+    for layer in unshared:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -94,7 +94,7 @@ from raypool.ray_private import (
     set_train_fn_utils,
 )
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
-from raypool.spmd.failures import RankFailure, is_disconnect, spmd_error
+from raypool.spmd.failures import RankFailure, is_disconnect, joint_error, spmd_error
 from raypool.spmd.wire import ordinal
 from raypool.train.checkpoints import (
     RankEnd,
@@ -448,7 +448,7 @@ class ManagedAttempt:
 
     def _train(self, workers: Sequence[WorkerInfo]) -> None:
         managed, plan = self._managed, self._plan
-        self._is_lent = True
+        self._is_lent = True  # first: what was lent before an error is taken back, too
         managed.backend.lend([worker.index for worker in workers])
         if not ray.is_initialized():  # a call to Ray would start a new cluster
             raise PoolClosedError("Ray was shut down before the training began.")
@@ -541,13 +541,14 @@ class ManagedAttempt:
             self._coordinator.ask_to_stop.remote()
 
     def _end(self, is_late: bool = False) -> None:
-        self._is_late |= is_late and not self._is_ending
+        self._is_late |= is_late and not self._is_ending  # the first reason to end counts
         self._is_ending = True
         if self._controller is not None:
             self._abort()
 
     def _abort(self) -> None:
         def kill() -> None:
+            # by now the controller has mostly ended by itself, or Ray has
             if ray.is_initialized() and self._outcome is None:
                 ray.kill(self._controller)
 
@@ -646,11 +647,8 @@ class ManagedAttempt:
             rank: TaskTimeoutError(f"{name}: rank {rank} had not ended after {limit}.")
             for rank in missing or range(self._size)  # all have ended, but not the training
         }
-        first = min(failures)
         text = f"{name} had not ended after {limit}. Raise timeout_s, or check what it does."
-        error = SpmdError(text, failures=failures, first_rank=first)
-        error.__cause__ = failures[first]
-        return error
+        return joint_error(text, failures, min(failures))
 
     def _error(self, error: BaseException) -> BaseException:
         name, ends = self._plan.name, []
@@ -693,10 +691,7 @@ class ManagedAttempt:
                 LossReason.PREEMPTED if is_preempted else loss_reason(cause),
             )
             loss.__cause__ = cause
-            failures = dict.fromkeys(range(self._size), loss)
-            lost = SpmdError(str(loss), failures=failures, first_rank=0)
-            lost.__cause__ = loss
-            return lost
+            return joint_error(str(loss), dict.fromkeys(range(self._size), loss), 0)
         what = f"{type(cause).__name__}: {_first_line(cause)}"
         text = (
             f"{name} was ended by Ray Train itself: {what}. The cause of this error has the"

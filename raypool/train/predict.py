@@ -284,7 +284,7 @@ def device_here() -> torch.device:
 
 
 _on_gpu: dict[str, Predictor] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # workers in threads share the table, and the model that is moved
 
 
 def let_go(key: str) -> None:

@@ -117,7 +117,7 @@ def _local_mode() -> ScalingConfig:
 
 _here: ContextVar[Session | None] = ContextVar("raypool_training", default=None)
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # trainings in threads begin and end at the same time
 _sessions: list[Session] = []  # the trainings in this process
 _before: Any = None  # what was set before the first one
 

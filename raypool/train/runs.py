@@ -298,7 +298,7 @@ class TrainingRun(Future[TrainingResult]):
 
 def _pass_on(run: Future[Any]) -> None:
     assert isinstance(run, TrainingRun)
-    for attempt in run.tries[-1:]:
+    for attempt in run.tries[-1:]:  # those before it have ended
         if run.cancelled():
             attempt.cancel()
         elif run.stop_requested:

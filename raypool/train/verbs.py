@@ -213,7 +213,7 @@ def check_loop(loop: Any) -> None:
     for arguments in ((), (None,)):  # Ray Train calls it with the config, or with nothing
         try:
             signature.bind(*arguments)
-        except TypeError:
+        except TypeError:  # it does not take these
             continue
         return
     raise InvalidTypeError(
