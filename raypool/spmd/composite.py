@@ -356,9 +356,8 @@ class Composite(Generic[T]):
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = PartInfo(place, before, description)
-        if not _lives(
-            self._engine, entry.worker_id
-        ):  # the worker was replaced before or after the call
+        # the worker may have been replaced before the call, or after it
+        if not _lives(self._engine, entry.worker_id):
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
