@@ -423,7 +423,8 @@ def connect(file: Path, name: str) -> None:
     """
     from raypool.cluster import launcher
 
+    # Ctrl-C is the usual end; leaving `tunnel` ends ssh
     with contextlib.suppress(KeyboardInterrupt), errors_said(), launcher.tunnel(file) as opened:
         echo(opened.as_toml(name))
         echo("The tunnel is open until Ctrl-C.", err=True)
-        opened.wait()
+        opened.wait()  # never returns: a broken tunnel is an error

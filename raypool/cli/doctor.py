@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
@@ -34,10 +34,6 @@ from raypool.gpus.nvml import load_pynvml
 from raypool.gpus.table import NVIDIAS, gpus_here
 from raypool.profile_files import nearest_file
 from raypool.profiles import PINNING, Profile
-
-if TYPE_CHECKING:
-    from raypool.gpus.devices import Inventory
-
 
 IMPORT_TIMEOUT_S = 120.0
 """The time limit of an import [s]: torch may take a minute on a busy machine with a slow disk."""
@@ -164,7 +160,7 @@ def imported(code: str) -> Import:
         return Import(
             json.loads(done.stdout.splitlines()[-1]), warning=warnings[-1] if warnings else ""
         )
-    except (ValueError, IndexError):
+    except (ValueError, IndexError):  # other code of the environment may print last, at its exit
         return Import({}, "its output could not be read")
 
 
@@ -194,7 +190,7 @@ class Measured:
                 version = library.nvmlSystemGetDriverVersion()
                 number = int(library.nvmlSystemGetCudaDriverVersion_v2())  # 12040 is 12.4
             finally:
-                with contextlib.suppress(library.NVMLError):
+                with contextlib.suppress(library.NVMLError):  # the facts, or the first error, count
                     library.nvmlShutdown()
         except library.NVMLError as error:
             return NvidiaDriver(code=error.value, error=str(error))
@@ -500,6 +496,7 @@ def _rays_files(_: Measured) -> Iterator[Judgment]:
 
 @check("open files")
 def _open_files(_: Measured) -> Iterator[Judgment]:
+    # "unlimited" is -1
     soft, hard = (
         sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
@@ -555,7 +552,7 @@ def _ports(_: Measured) -> Iterator[Judgment]:
 def _named(pid: int | None) -> str:
     try:
         return "another user" if pid is None else f"{psutil.Process(pid).name()} ({pid})"
-    except psutil.Error:
+    except psutil.Error:  # it has just ended, or this user may not look at it
         return f"process {pid}"
 
 
@@ -601,5 +598,5 @@ def _gib(num_bytes: float) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:
+    except OSError:  # missing without a driver, or hidden in a container
         return ""

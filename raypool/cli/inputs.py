@@ -311,9 +311,12 @@ def _module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, error) from error
         parent, _, last = error.name.rpartition(".")
+        # without a package: all top-level modules
+        paths = getattr(sys.modules.get(parent), "__path__", []) if parent else None
+        known = [each.name for each in pkgutil.iter_modules(paths) if each.name[:1] != "_"]
         raise InvalidValueError(
             f"There is no module {error.name!r} in {Path.cwd()} or among the installed"
-            f" ones.{did_you_mean(last, _modules_of(parent))}"
+            f" ones.{did_you_mean(last, known)}"
         ) from None
     except KeyboardInterrupt:
         raise
@@ -360,7 +363,7 @@ def _file(path: Path) -> ModuleType:
             module = importlib.import_module(path.stem)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # SystemExit, too: a script may end while it is imported
         raise _broken(path.name, error) from error
     _refuse_another(module, path)
     return module
@@ -452,11 +455,3 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
             f" one of its values. Write def {name}(config), and read values from it:"
             f" config[{first!r}]."
         )
-
-
-def _modules_of(package: str) -> list[str]:
-    """Return the names of a package's modules; without a package, of all top-level ones."""
-    paths = getattr(sys.modules.get(package), "__path__", []) if package else None
-    return [
-        module.name for module in pkgutil.iter_modules(paths) if not module.name.startswith("_")
-    ]

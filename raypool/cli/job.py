@@ -197,7 +197,7 @@ def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str, cluster: Mapping[str, An
             click.echo(piece, nl=False)
             if not has_reader():
                 raise SystemExit(READER_GONE)
-        info = jobs.wait(job_id)
+        info = jobs.wait(job_id)  # has ended; unlike `look`, asks again if nobody answers
     except KeyboardInterrupt:
         names = {"profile": "--profile", "jobs_address": "--address", "token_file": "--token-file"}
         given = [(option, cluster[name]) for name, option in names.items() if cluster.get(name)]

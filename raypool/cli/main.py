@@ -200,7 +200,7 @@ def _shown(again: Replay, debug: bool) -> int:
             value = replay_training(again, call)
     except KeyboardInterrupt:
         raise
-    except bdb.BdbQuit:
+    except bdb.BdbQuit:  # `q` in pdb is the user's wish, and needs no traceback
         return 1
     except BaseException as error:
         echo(traceback_text(error).rstrip(), err=True)

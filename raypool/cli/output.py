@@ -111,6 +111,7 @@ def readers_may_go() -> Iterator[None]:
         try:
             yield
         finally:
+            # while they still stand in for sys.stdout and sys.stderr: `_outlet` has its own buffers
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
 

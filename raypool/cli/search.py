@@ -189,6 +189,7 @@ def replay_training(again: Replay, call: Callable[[Callable[[Any], Any], Any], A
 
     def loop(config: Any) -> Any:
         if again.seed is not None:
+            # the trial's seed, and from it that of its rank 0
             seed = item_seed(item_seed(again.seed, again.number), 0)
             seed_everything(seed, generators_of(again.fn))
         return call(again.fn, config)

@@ -180,7 +180,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             if submit_array(function, items, target, configs, options):
                 raise SystemExit(0)
             workers, profile = None, "inline"  # no item has to run
-        if options["part_of"] is None:
+        is_part = options["part_of"] is not None
+        if not is_part:
             check_fits(function, folder, options["seed"])
         else:
             from raypool.cli.sweep_array import part_of
@@ -190,7 +191,6 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             num_items, rerun = len(place.items), "missing"
         from raypool.pool import parpool
 
-        is_part = options["part_of"] is not None
         with resumable(run_dir, num_items, is_part), parpool(workers, profile=profile) as pool:
             results: Results[Any] = pool.parfor(
                 function,
@@ -308,20 +308,18 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
     from raypool.views.words import describe_error, describe_item
 
     for index, error in itertools.islice(errors.items(), MOST_FAILURES):
-        what = f"Failed: item {index} ({describe_item(items[index])}): {describe_error(error)}"
-        echo(what + _hint(error, items[index]), err=True, color="red")
+        config = items[index]
+        what = f"Failed: item {index} ({describe_item(config)}): {describe_error(error)}"
+        # the usual KeyError: the configuration lacks an entry
+        wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if isinstance(wanted, str) and wanted not in config:
+            near = did_you_mean(wanted, map(str, config))
+            what += f". The configuration has no {wanted!r}.{near}"
+        echo(what, err=True, color="red")
         echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
     if len(errors) > MOST_FAILURES:
         shown = shlex.join(["raypool", "show", run_dir, "--failed", "--top", str(len(errors))])
         echo(f"and {len(errors) - MOST_FAILURES:,} more: {shown} lists them all.", err=True)
-
-
-def _hint(error: BaseException, config: Config) -> str:
-    """Return the hint for a KeyError of a missing entry: the entries of the configuration."""
-    wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if not isinstance(wanted, str) or wanted in config:
-        return ""
-    return f". The configuration has no {wanted!r}.{did_you_mean(wanted, map(str, config))}"
 
 
 @click.command()
@@ -642,5 +640,5 @@ def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -
     echo(f"{watch_page.announcement(url)}\nCtrl-C closes the page; the runs continue.")
     if is_opened:
         webbrowser.open(url)
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its own shutdown
         server.run(sockets=[listener])

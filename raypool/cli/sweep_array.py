@@ -91,7 +91,7 @@ def submit_array(
     write_file(file, text.encode())
     try:
         job = submit(file, f"--array=0-{len(tasks) - 1}", f"--output={folder}/%a.log")
-    except BaseException:
+    except BaseException:  # if Slurm took it all the same, its tasks find no plan, and end
         shutil.rmtree(run_dir / PARTS)
         raise
     write_file(run_dir / PLAN, json.dumps({**plan, "job": job}).encode())

@@ -116,7 +116,7 @@ def _nodes() -> list[Any]:
         # Ray's client would try an address without a listener for a minute
         listens(address, CONNECT_S)
         return list(living_nodes(address, ANSWER_S).values())
-    except (OSError, RpcError, RaySystemError):
+    except (OSError, RpcError, RaySystemError):  # still starting: `wait_until` asks again
         return []
 
 

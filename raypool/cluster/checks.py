@@ -247,6 +247,7 @@ def _ask_ray(findings: Findings) -> None:
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            # a copy: Ray may change its entries
             validate_config(prepare_config(copy.deepcopy(findings.document.content)))
     except Exception as error:  # also KeyError, TypeError and AssertionError
         text = " ".join(str(error).split()) or type(error).__name__

@@ -314,7 +314,7 @@ def make_token(path: Path | None = None) -> None:
             draft.replace(path)  # it was empty
         else:
             with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
+                os.link(draft, path)  # unlike `replace`, keeps a token that came in between
     finally:
         draft.unlink(missing_ok=True)
 

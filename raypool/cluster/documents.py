@@ -227,7 +227,7 @@ class Findings:
         for key in (*self._keys, *keys):
             try:
                 content = content[key]
-            except (KeyError, IndexError, TypeError):
+            except (KeyError, IndexError, TypeError):  # a user's file has any type anywhere
                 return None
         return content
 

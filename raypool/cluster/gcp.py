@@ -225,7 +225,7 @@ def _check_machine(node: Findings, zone: str | None) -> tuple[str | None, int]:
         # a retired GPU is a mistake; another may be newer than the catalogue
         is_gone = name in (each.accelerator for each in gce.gpus.values())
         (config.add if is_gone else config.unlisted)(str(error), *accelerator)
-        return None, 1
+        return None, 1  # some GPU: the rules for scheduling hold for all
     right = gce.gpu(gpu).accelerator if gpu else None
     if name and name.rpartition("/")[2] != right:
         text = f"acceleratorType is {name!r}; Compute Engine's name is {right}."

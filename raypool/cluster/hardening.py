@@ -63,6 +63,7 @@ def hardened(text: str, name: str) -> str:
         start, end, new = _mount(document, len(text))
         edits[start, end] = new
     text += missing
+    # from the end, so that the places of the other edits stay right
     for (start, end), new in sorted(edits.items(), reverse=True):
         text = text[:start] + new + text[end:]
     return text

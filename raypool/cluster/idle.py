@@ -59,7 +59,7 @@ def watch(minutes: float, find_jobs: Callable[[], Iterable[JobDetails]]) -> bool
     while time.time() - used_at < minutes * 60:
         time.sleep(min(LOOK_S, minutes * 60))
         if mark.read_text(encoding="utf-8") != str(os.getpid()):
-            return False
+            return False  # a newer watcher has its own number of minutes
         try:
             used_at = max(used_at, last_use(find_jobs(), time.time()))
         except (CloudError, RuntimeError, OSError) as error:
@@ -83,7 +83,7 @@ def shut_down(config: Path) -> None:
             [*heads] = provider.non_terminated_nodes({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
             workers = [node for node in provider.non_terminated_nodes({}) if node not in heads]
             logger.warning("Deleting %d workers and the head.", len(workers))
-            provider.terminate_nodes(workers)
+            provider.terminate_nodes(workers)  # before the head, whose end ends this process
             provider.terminate_nodes(heads)
             return
         except Exception:  # whatever the provider's library raises: machines cost money

@@ -303,7 +303,7 @@ def _catalogue(settings: Mapping[str, Any]) -> Catalogue:
             gpus = settings.get(f"{role}Config", {}).get("acceleratorConfig")
             try:
                 known.gpu(gpus["type"] if gpus else "T4")
-            except CloudError:
+            except CloudError:  # unknown there, or retired
                 return False
         return True
 

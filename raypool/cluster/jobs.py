@@ -147,7 +147,7 @@ def _time_of(milliseconds: int | None) -> datetime | None:
 
 # By these, Ray's client would go to another cluster.
 OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-_environment_lock = threading.Lock()
+_environment_lock = threading.Lock()  # else another thread may put a variable back early
 
 
 class Dashboard(JobSubmissionClient):  # type: ignore[misc]
@@ -282,6 +282,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
 
             while True:
                 task = runner.get_loop().create_task(next_piece())
+                # not `wait_for`, whose time limit would cancel the task, and so end the stream
                 while not runner.run(asyncio.wait([task], timeout=LOOK_S))[0]:
                     yield ""
                 if (piece := task.result()) is None:
@@ -495,6 +496,7 @@ class Jobs(JobQueue):
         if self._profile.packages:
             return "python"  # of the environment that they are installed into
         session = self.dashboard.get("/api/version")["session_name"]
+        # Ray's processes have the folder of their session on their command lines
         lines = (
             " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
         )
@@ -520,7 +522,7 @@ class Jobs(JobQueue):
         # A head that has just been started answers before it can take a job.
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
-            try:
+            try:  # again without a pause: Ray has waited for an agent before it says so
                 return str(self.dashboard.submit_job(submission_id=submission_id, **request))
             except (CloudError, RuntimeError, ValueError, OSError) as error:
                 if getattr(error, "status", 0) is None:

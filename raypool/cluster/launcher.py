@@ -73,6 +73,7 @@ def up(path: str | Path) -> None:
     # the files that it copies are named as seen from its folder
     try:
         with _launching(path), contextlib.chdir(file.parent):
+            # Ray's cache names what an earlier run found in the cloud, and which may be gone
             sdk.create_or_update_cluster(str(file), no_config_cache=True)
     except CloudError as error:
         if content["provider"].get("type") == "gcp":
@@ -376,11 +377,11 @@ def tunnel(path: str | Path) -> Iterator[Tunnel]:
         yield Tunnel(profile, ssh)
     finally:
         _end(ssh)
-        ssh.communicate()
+        ssh.communicate()  # waits for its end, and closes its pipes
 
 
 def _end(ssh: subprocess.Popen[str]) -> None:
-    if ssh.returncode is None:
+    if ssh.returncode is None:  # else its id may be another process's by now
         with contextlib.suppress(ProcessLookupError):
             # its group: with a proxy command, another process makes the connection
             os.killpg(ssh.pid, signal.SIGTERM)
@@ -401,7 +402,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
     try:
         if any(line.rstrip() == OPEN for line in ssh.stdout):
             return
-        code = ssh.wait()
+        code = ssh.wait()  # short: its output has ended
     finally:
         timer.cancel()
     if code == 1:  # of grep in SEES_RAY
@@ -415,6 +416,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
 
 def _free_port(wanted: int) -> int:
     """Return a free port, this one if possible."""
+    # if another program takes it before ssh does, ssh ends (ExitOnForwardFailure)
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))

@@ -172,7 +172,7 @@ class RayNode:
         """Whether Ray still runs here."""
         try:
             return self._raylet.status() != psutil.STATUS_ZOMBIE and self._raylet.is_running()
-        except psutil.NoSuchProcess:
+        except psutil.NoSuchProcess:  # `status` raises where `is_running` returns False
             return False
 
     def drain(self, notice: Notice) -> None:

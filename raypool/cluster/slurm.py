@@ -127,6 +127,7 @@ def _nodes_for(workers: Sequence[float], gpus: int) -> int:
             " it, or request less for each worker: resources=WorkerResources(...)."
         )
     left: list[float] = []
+    # the largest first, each on the first node with room: small ones then fill the gaps
     for amount in sorted(workers, reverse=True):
         for node, free in enumerate(left):
             if amount <= free + 1e-6:
@@ -452,9 +453,10 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
         if state.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"):
             deadline = math.inf
         elif state.state == "RUNNING":
+            # twice: the job itself gives up after JOIN_S, and its output says why
             deadline = min(deadline, time.monotonic() + 2 * JOIN_S)
             pause_s = LOOK_S
-        elif not is_there(connection):
+        elif not is_there(connection):  # it may have come since the look above
             raise StartupError(f"Slurm job {number} ended before Ray started: {_last(output)}")
         if time.monotonic() > deadline:
             raise StartupError(
@@ -501,7 +503,7 @@ def _inside(profile: Profile) -> Allocation:
         if child.stdin is not None:
             child.stdin.close()
         child.terminate()  # a process forked from this one may hold the other end of the pipe
-        child.wait()
+        child.wait()  # it ends Ray on all nodes first
 
     try:
         while not is_there(connection):

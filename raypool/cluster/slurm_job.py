@@ -249,6 +249,7 @@ def _run_ray(
     command = _ray_start(setup, name, address, own)
     environment = environment_without(NOT_FOR_TASKS)
     environment["RAY_TMPDIR"] = str(own)  # it also marks Ray's processes for `_kill_all`
+    # the head comes first: the others join it
     while name != setup.head and not _listens(setup.address) and not over.wait(LOOK_S):
         pass
     gone_at = math.inf
@@ -263,6 +264,7 @@ def _run_ray(
                 # Slurm sends it to all of a step; a pool's workers unblock it for users' programs
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
             )
+        # to `gone_at` only: the folder must be removed before Slurm kills this process, too
         while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
             if told.is_set() and gone_at == math.inf:
                 gone_at = deadline(own_job())
@@ -280,9 +282,15 @@ def _run_ray(
 def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]:
     """Return the command that starts Ray on this node."""
     cpus = os.environ.get("SLURM_CPUS_ON_NODE", "1")
+    # Slurm sets it to the GPUs of this step; "NoDevFiles" is its word for none
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    else:
+        gpus = sum(entry not in ("", "NoDevFiles") for entry in visible.split(","))
     command = [
         *(sys.executable, "-m", "raypool.backends.ray.ray_start", "--block"),
-        *(f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={_gpus_here()}"),
+        *(f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
         # any free port: two jobs may share a node
         *("--min-worker-port=0", "--max-worker-port=0"),
         f"--temp-dir={own}/r",  # Ray lets everybody write into its folder; nobody else enters `own`
@@ -302,13 +310,6 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
         store = min(int(given * STORE_SHARE), free)
         command += [f"--object-store-memory={store}", f"--memory={given - store}"]
     return command
-
-
-def _gpus_here() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    return sum(entry not in ("", "NoDevFiles") for entry in visible.split(","))
 
 
 def _listens(address: str) -> bool:
@@ -336,22 +337,15 @@ def _kill_all(own: Path) -> None:
     """Kill the processes of Ray here, and what tasks have started."""
     processes = psutil.Process().children(recursive=True)
     # and those that have lost their parent
-    processes += [each for each in psutil.process_iter() if _is_marked(each, own)]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it ended, or hides its variables
+            is_ours = process.uids().real == os.getuid() and process.pid != os.getpid()
+            if is_ours and process.environ().get("RAY_TMPDIR") == str(own):
+                processes.append(process)
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has just ended
             process.kill()
-    psutil.wait_procs(processes, timeout=END_S)
-
-
-def _is_marked(process: psutil.Process, own: Path) -> bool:
-    try:
-        return (
-            process.uids().real == os.getuid()
-            and process.pid != os.getpid()
-            and process.environ().get("RAY_TMPDIR") == str(own)
-        )
-    except (psutil.Error, OSError):
-        return False
+    psutil.wait_procs(processes, timeout=END_S)  # `serve_node` deletes their folder next
 
 
 # --- in the job's first process -------------------------------------------------------------------
@@ -442,6 +436,7 @@ class SlurmJob:
             code = self._run_command(setup) if self._command else self._serve_drivers(setup)
         finally:
             self._end_ray()
+        # not after success, nor if Slurm or the user has ended the job
         if self._is_early and code and not self.ended.is_set():
             if self._options.requeue:
                 say("The job is requeued; the same command resumes it.")
@@ -504,7 +499,7 @@ class SlurmJob:
                     command.wait(END_S)
                 except subprocess.TimeoutExpired:
                     command.kill()
-                    command.wait()
+                    command.wait()  # without a limit: SIGKILL cannot be ignored
             time.sleep(LOOK_S)
         code = command.returncode if command.returncode >= 0 else 128 - command.returncode
         say(f"The command ended with exit code {code}.")
@@ -525,7 +520,7 @@ class SlurmJob:
             _set_at_end_of_input(over)
         gone_at, unused_at = math.inf, time.monotonic() + FIRST_DRIVER_S
         try:
-            while not over.wait(LOOK_S):
+            while not over.wait(LOOK_S):  # only a child's is ever set, else this is a pause
                 gone_at = self._pass_on_notice(setup, gone_at)
                 if self.ended.is_set():
                     break  # the pool is closed, as a rule
@@ -538,6 +533,7 @@ class SlurmJob:
                     say("Ending the allocation: no driver is connected.")
                     break
         finally:
+            # in this order: a driver that finds the addresses finds the token, too
             (folder / CONNECTION).unlink(missing_ok=True)
             (folder / TOKEN).unlink(missing_ok=True)
         return 0
@@ -547,8 +543,11 @@ class SlurmJob:
         # Slurm's notice may have come to the nodes only. Asked while they are there: a drained
         # node ends as soon as it has nothing to do.
         if not self._is_early and time.monotonic() > self._look_at:
+            from raypool.ray_private import GcsClient
+
             self._look_at = time.monotonic() + 1
-            self._is_early = _is_draining(setup)
+            with contextlib.suppress(Exception):  # Ray is busy, or at its end
+                self._is_early = bool(GcsClient(address=setup.address).get_draining_nodes())
         if not self._told.is_set() or gone_at < math.inf:
             return gone_at
         self._is_early = True
@@ -572,6 +571,7 @@ class SlurmJob:
 
 def _free_ports(number: int) -> list[int]:
     """Return ports that are free here."""
+    # all are open at once: a port that is closed may be given out again
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(number)]
         for holder in holders:
@@ -590,16 +590,6 @@ def _has_drivers(setup: RaySetup) -> bool:
     except Exception:  # it is busy; when it has ended, so have its steps
         return True
     return any(not job.is_dead for job in jobs.values())
-
-
-def _is_draining(setup: RaySetup) -> bool:
-    """Whether a node drains; false if Ray does not say."""
-    from raypool.ray_private import GcsClient
-
-    try:
-        return bool(GcsClient(address=setup.address).get_draining_nodes())
-    except Exception:
-        return False
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class Submission:
         """Show the job's output from its character `seen` on, and return its exit status."""
         for piece in jobs.follow(job_id, seen):
             self.show(piece)
-        info = jobs.wait(job_id)
+        info = jobs.wait(job_id)  # has ended; unlike `look`, asks again if nobody answers
         self.say(f"Job {job_id} has ended: {info.state}, exit status {info.exit_status}.")
         idle = None
         if isinstance(jobs, Jobs) and self.training.machines > 1:
@@ -224,7 +224,7 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     job_id = status = None
     try:
         launcher.up(file)
-        with launcher.tunnel(file) as opened:
+        with launcher.tunnel(file) as opened:  # for this alone: `_follow` opens its own, also again
             job_id = submission.hand_in(submission.jobs(opened.profile))
         status = _follow(file, submission, job_id)
     finally:

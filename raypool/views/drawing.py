@@ -461,8 +461,7 @@ def curves_of(
         >>> curves_of(metrics, best_first=[1, 0])[0]["items"]
         [1, 0]
     """
-    names = [str(name) for name in metrics.columns if name not in ("time", "item", "attempt")]
-    numeric = [name for name in names if _has_numbers(metrics[name])]
+    numeric = [name for name in map(str, reported_in(metrics)) if _has_numbers(metrics[name])]
     there = {name: metrics[name].tolist() for name in numeric}
     attempts = metrics["attempt"].tolist()
     steps = [name for name in STEPS if name in numeric]

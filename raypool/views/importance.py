@@ -86,7 +86,10 @@ def importance_of(
     if len(fields) <= MAX_FIELDS and find_spec("sklearn") is not None:
         weights, explained = _by_forest(table, target)
     else:
-        weights = _by_correlation(table, target, texts)
+        # texts have no order: each counts as the mean rank of its items
+        means = {name: target.groupby(table[name]).transform("mean") for name in texts}
+        correlations = table.assign(**means).corrwith(target).abs()
+        weights = correlations.fillna(0.0).tolist()  # NaN: one value is left
     if explained is not None and explained < MIN_EXPLAINED:
         return Importance([], explained, len(items))
     by_field = sorted(zip(fields, weights, strict=True), key=lambda entry: -entry[1])
@@ -110,10 +113,3 @@ def _by_forest(table: pd.DataFrame, target: pd.Series[float]) -> tuple[list[floa
     loss = np.mean(losses, axis=0).clip(min=0.0)
     shares = loss / loss.sum() if loss.sum() > 0 else loss
     return shares.tolist(), max(float(np.mean(explained)), 0.0)
-
-
-def _by_correlation(table: pd.DataFrame, target: pd.Series[float], texts: set[str]) -> list[float]:
-    """Return the absolute rank correlation of each field with the target."""
-    # texts have no order: each counts as the mean rank of its items
-    means = {name: target.groupby(table[name]).transform("mean") for name in texts}
-    return table.assign(**means).corrwith(target).abs().fillna(0.0).tolist()  # NaN: one value left

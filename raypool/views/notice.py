@@ -104,7 +104,7 @@ def post(url: str, body: dict[str, Any]) -> None:
         try:
             with urllib.request.build_opener(NoRedirects).open(request, timeout=TIMEOUT_S):
                 answer.set_result(None)
-        except BaseException as error:
+        except BaseException as error:  # else the caller would wait for the whole time limit
             if isinstance(error, urllib.error.HTTPError):
                 error.close()  # else its connection would be open until the next collection
             answer.set_exception(error)

@@ -59,7 +59,7 @@ class LoopWatch:
         self._status.look(*state)
         if self._clock() < self._next_at or self._is_broken:
             return
-        started = time.thread_time()
+        started = time.thread_time()  # without pauses: `SPARING` is a share of a core
         self._try(self._view.show)
         # the first update is the slowest (imports, caches), so its time does not count
         took_s, self._is_new = 0.0 if self._is_new else time.thread_time() - started, False

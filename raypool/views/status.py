@@ -296,7 +296,7 @@ class Tally:
     def described(self, work: LoopWork, item: int) -> str:
         """Return the description of an item; empty if it is its number."""
         if item not in self._descriptions:  # made once: a user's `repr` may be slow
-            if len(self._descriptions) > 10 * MAX_ROWS:
+            if len(self._descriptions) > 10 * MAX_ROWS:  # a loop may have millions of items
                 self._descriptions.clear()
             text = describe_item(work.items[item])
             self._descriptions[item] = "" if text == str(item) else text
@@ -326,7 +326,7 @@ class MemoryBoard:
             for worker, gpus in node.workers.items()
             if node.readings.keys() >= set(gpus)
         }
-        self._known = self._known | known
+        self._known = self._known | known  # a new one: `of` looks from another thread
 
     def of(self, worker: int) -> str:
         """Return the memory in use on a worker's GPUs as text; empty if unknown."""

@@ -106,10 +106,15 @@ class TerminalView:
 
     def _move_handlers(self, before: tuple[Any, ...]) -> None:
         """Let log records appear above the display: their handlers have kept the old streams."""
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        # by id: a user's handler need not be hashable
+        handlers = {id(each): each for own in loggers for each in getattr(own, "handlers", ())}
         for old, new in zip(before, capture.streams(), strict=True):
             if capture.beneath(old) is capture.beneath(new):
                 continue
-            for handler in _stream_handlers():
+            for handler in handlers.values():
+                if not isinstance(handler, logging.StreamHandler):
+                    continue
                 if capture.beneath(handler.stream) is capture.beneath(old):
                     is_captured = handler.stream is not capture.beneath(handler.stream)
                     stream = handler.setStream(new if is_captured else capture.beneath(new))
@@ -120,14 +125,6 @@ class TerminalView:
             handler.setStream(stream)
         with contextlib.suppress(OSError):  # the terminal is gone
             self._live.stop()
-
-
-def _stream_handlers() -> list[logging.StreamHandler[Any]]:
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {
-        id(handler): handler for logger in loggers for handler in getattr(logger, "handlers", ())
-    }
-    return [each for each in handlers.values() if isinstance(each, logging.StreamHandler)]
 
 
 def _flush_output() -> None:
@@ -144,8 +141,17 @@ class Picture:
         self._head, self._bar = self._headline(status)
         shown = status.lines[:1] if status.is_over else status.lines
         self._lines: list[Line] = [[(fit(f"  {text}", self._width), "")] for text in shown if text]
-        if not status.is_over:
-            self._lines += self._rest(status, self._height - len(self._lines))
+        if status.is_over:
+            return
+        # besides the first line, one line of the terminal stays free
+        height, failure = self._height - len(self._lines), status.last_failure
+        rows = status.rows(height - (2 if failure is None else 3))
+        lines = [self._row(row, rows.shown) for row in rows.shown]
+        if rows.others:
+            lines.append([(fit(f"  {rows.others}", self._width), "dim")])
+        if failure is not None and len(lines) < height - 2:
+            lines.append([(fit(f"  {failure}", self._width), "red")])
+        self._lines += lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # segments, as rich's tables and texts take ten times as long
@@ -173,16 +179,6 @@ class Picture:
             return head, None
         total, pulse = status.total, status.total is None and not status.is_over
         return head, ProgressBar(total or 1, status.num_settled if total else 1, room, pulse=pulse)
-
-    def _rest(self, status: LoopStatus, height: int) -> list[Line]:
-        failure = status.last_failure
-        rows = status.rows(height - (2 if failure is None else 3))
-        lines = [self._row(row, rows.shown) for row in rows.shown]
-        if rows.others:
-            lines.append([(fit(f"  {rows.others}", self._width), "dim")])
-        if failure is not None and len(lines) < height - 2:
-            lines.append([(fit(f"  {failure}", self._width), "red")])
-        return lines
 
     def _row(self, row: WorkerRow, rows: list[WorkerRow]) -> Line:
         # without room, the item's description is cut first, and then its metrics

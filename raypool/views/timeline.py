@@ -50,7 +50,15 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
         axes.broken_barh([(0, shown.wall_s / unit_s)], span, color="0.93", zorder=0)
         axes.text(1.01, position, f"{lane.idle_share:.0%} idle", **style, fontsize=8)
     _draw_bars(axes, shown, unit_s)
-    _draw_legend(figure, shown)
+    counts = shown.attempts["status"].value_counts()
+    if there := [status for status in COLORS if status in counts]:
+        from matplotlib.patches import Patch
+
+        patches = [
+            Patch(color=COLORS[status], label=f"{status} ({counts[status]:,})") for status in there
+        ]
+        patches.append(Patch(color="0.93", label="idle"))
+        figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
     for at_s in shown.breaks_s:
         axes.axvline(at_s / unit_s, color="0.4", linestyle=":", linewidth=1)
     axes.set_yticks(range(len(shown.lanes)), [_plain(lane.label) for lane in shown.lanes])
@@ -95,19 +103,6 @@ def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
         bars: Any = wide.itertuples()
         for bar in bars:
             axes.text((bar.start_s + bar.end_s) / 2 / unit_s, bar.lane, str(bar.item), **style)
-
-
-def _draw_legend(figure: Figure, shown: Timeline) -> None:
-    counts = shown.attempts["status"].value_counts()
-    there = [status for status in COLORS if status in counts]
-    if there:
-        from matplotlib.patches import Patch
-
-        patches = [
-            Patch(color=COLORS[status], label=f"{status} ({counts[status]:,})") for status in there
-        ]
-        patches.append(Patch(color="0.93", label="idle"))
-        figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
 
 
 def headline(shown: Timeline) -> str:

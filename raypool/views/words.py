@@ -123,6 +123,7 @@ def describe_error(error: BaseException) -> str:
         ('ValueError: no such network', 'KeyError')
     """
     try:
+        # cut twice: before it is cleaned, as it may be huge, and after, as that shortens it
         text = one_line(str(error)[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
     except Exception:  # the text comes from the user's class
         text = ""

@@ -103,7 +103,7 @@ class ItemReports:
             with path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except OSError:
+        except OSError:  # no report yet, or the folder was just removed
             return False
         lines = data.decode(errors="replace").split("\n")
         lines.pop()  # the end of the last line may follow
@@ -229,7 +229,15 @@ class RunReader:
         table = self._table
         if self._entries and (is_new or is_study_new or table is None or changed is None):
             table = self._table = self._made_table()
-            self._attempts = self._made_attempts()
+            numbers = {entry.key: index for index, entry in enumerate(self._entries)}
+            self._attempts = [
+                [
+                    *(numbers[stored.key], stored.attempt, stored.worker),
+                    *(stored.status, stored.started_at, stored.duration_s),
+                ]
+                for stored in map(Stored._make, self._tail.contents["attempts"])
+                if stored.key in numbers
+            ]
         elif table is not None and changed:
             table = self._table = self._with_last(table, changed)
         return self._state(table, live, running, is_now, problem)
@@ -296,17 +304,6 @@ class RunReader:
         self._values |= dict.fromkeys(new)
         self._values |= zip(small, map(_plain, opened(self.folder, small)), strict=True)
         return [self._values[place] for place in places]
-
-    def _made_attempts(self) -> list[list[Any]]:
-        numbers = {entry.key: index for index, entry in enumerate(self._entries)}
-        return [
-            [
-                *(numbers[stored.key], stored.attempt, stored.worker),
-                *(stored.status, stored.started_at, stored.duration_s),
-            ]
-            for stored in map(Stored._make, self._tail.contents["attempts"])
-            if stored.key in numbers
-        ]
 
     def _with_last(self, table: ItemTable, changed: Iterable[int]) -> ItemTable:
         """Return the table with the newest values of these items."""
@@ -520,7 +517,7 @@ class Brief:
             "started_at": started_at,
             "duration_s": duration_s,
         }
-        self._known = version, brief
+        self._known = version, brief  # in one step: other threads look, too
         now = time.monotonic()
         self._next_at = now + BRIEF_REST * (now - read_at)
         return brief

@@ -127,6 +127,7 @@ class Guard:
         host = named.get(b"host", b"")
         if host not in self._hosts or named.get(b"origin", b"http://" + host) != b"http://" + host:
             return 403
+        # takes the same time however much of a guess is right
         if not hmac.compare_digest(token, self._token):
             return 401
         # no page of another site can add this header without asking first
@@ -153,7 +154,7 @@ class WatchedFolder:
         self.next_at = 0.0
         self._state: State = {}
         self._wanted_at = -math.inf
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # a reader works for one thread at a time
 
     async def look(self) -> State:
         """Return the state, at most a second old, or as old as reading it takes."""
@@ -303,7 +304,7 @@ class Pages:
             routes=routes,
             exception_handlers={RefusedError: _refused, HTTPException: _empty, 500: _broken},
         )
-        app.router.redirect_slashes = False
+        app.router.redirect_slashes = False  # they would lack the token: the guard cuts it off
         return app
 
     async def page(self, _: Request) -> Response:
@@ -474,13 +475,14 @@ class WatchServer(uvicorn.Server):
             access_log=False,  # it would have the token
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=2,  # [s], before `WatchPage` kills it (`STOP_S`)
         )
         super().__init__(config)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Begin to serve, and to read what the first page will ask for."""
         await super().startup(sockets)
+        # kept, since the event loop itself holds its tasks only weakly
         self._preparing = asyncio.create_task(self._folder.prepare())
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
@@ -495,6 +497,7 @@ def serve_for(wanted: dict[str, Any]) -> None:
     listener = socket(fileno=wanted["listener"])
     server = WatchServer(listener, RunsFolder(Path(wanted["folder"]), True, False), wanted["token"])
 
+    # a killed parent runs no finalizer that would stop this process
     def look_for_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)

@@ -46,6 +46,7 @@ class WatchPage:
         check_can_watch(run_dir)
         self.run_dir = run_dir
         token = secrets.token_urlsafe(32)
+        # Made here: the port is known, and early requests wait until the server takes them.
         with listen() as listener:
             self.url = url_of(listener, token)
             wanted = {
@@ -109,7 +110,7 @@ def _stop(process: subprocess.Popen[str], owner: int) -> None:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.wait()  # without a limit: SIGKILL cannot be ignored
 
 
 def check_packages() -> None:
@@ -143,6 +144,7 @@ def listen(port: int = 0) -> socket.socket:
     """
     listener = socket.socket()
     try:
+        # else a port cannot be used again for a minute after its page was closed
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
