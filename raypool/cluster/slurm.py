@@ -411,9 +411,9 @@ def allocation_for(profile: Profile, workers: tuple[int | None, int | None]) -> 
 def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Allocation:
     """Submit a job that holds the nodes, and wait until Ray runs there."""
     slurm = profile.slurm or Slurm()
+    size = size_of(profile, *workers)  # first: what it raises leaves no folder
     folder = new_folder(slurm)
     connection = folder / CONNECTION
-    size = size_of(profile, *workers)
     # Ray tells workers where a driver finds its modules, but not for a client
     env = {"PYTHONPATH": os.pathsep.join(_own_paths())}
     text = job_file(slurm, size, [], name="raypool", folder=folder, env=env)

@@ -103,15 +103,17 @@ class SlurmJobs(JobQueue):
         directory = Path(self._profile.working_dir or "").expanduser().absolute()
         if not directory.is_dir():
             raise InvalidValueError(f"working_dir={str(directory)!r} is not a folder.")
-        folder = new_folder(self._slurm, request.job_id)
         env, call = dict(request.env), request.call
+        # before the folder is made, which an error would leave behind
+        size = size_of(self._profile, *((None, None) if call is None else call.workers))
+        folder = new_folder(self._slurm, request.job_id)
         if call is not None:
             shutil.copytree(call.module, folder / Path(call.module).name)
             paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
             env["PYTHONPATH"] = os.pathsep.join(paths)
         text = job_file(
             self._slurm,
-            size_of(self._profile, *((None, None) if call is None else call.workers)),
+            size,
             request.command,
             name=request.name,
             folder=folder,

@@ -230,9 +230,12 @@ def test_each_worker_fits_on_a_node(
 
 
 def test_a_worker_that_fits_on_no_node_is_refused() -> None:
-    wanted = Profile(slurm=Slurm(gpus_per_node=2), resources=WorkerResources(gpus=4))
+    """Before a folder is made for its job."""
+    slurm = Slurm(gpus_per_node=2, folder="jobs")
+    wanted = Profile(slurm=slurm, resources=WorkerResources(gpus=4))
     with pytest.raises(InvalidValueError, match="needs 4 GPUs of one node, but gpus_per_node=2"):
-        size_of(wanted, 1, 1)
+        allocation_for(wanted, (1, 1))
+    assert not list(Path("jobs").glob("*"))
 
 
 def test_folders_beside_and_below_an_environment_are_the_users(
