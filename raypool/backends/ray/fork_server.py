@@ -305,9 +305,13 @@ class ForkServer:
                 elif key.fileobj is self._wake[0]:
                     self._wake[0].recv(4096)
                     self._reap()
-                # its child may have ended too, and been reaped just now
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._clients:
-                    self._end_child(key.fileobj)
+                # a client was killed; its child may have ended too, and been reaped just now
+                elif isinstance(client := key.fileobj, socket.socket) and client in self._clients:
+                    pid = self._clients.pop(client)
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+                    del self._children[pid]
+                    self._watch.unregister(client)
+                    client.close()
 
     def _accept(self) -> dict[str, Any] | None:
         client, _ = self._listener.accept()
@@ -324,9 +328,15 @@ class ForkServer:
                     self._prepare_for_trainings(client)
                 client.close()
                 return None
-            reason = self._refusal(request["variables"])
-            if reason is not None:
+            if (reason := hindrance()) is not None:
                 raise ValueError(reason)
+            # those with other values here and there
+            wanted = read_early(request["variables"])
+            differ = {name for name, _ in wanted.items() ^ self._before.items()}
+            if differ:
+                raise ValueError(
+                    f"the imported libraries have read other values of {', '.join(sorted(differ))}"
+                )
             pid = os.fork()
             if pid == 0:
                 path = self._listener.getsockname()
@@ -374,16 +384,6 @@ class ForkServer:
             import_all(OF_TRAININGS)
             os._exit(0 if hindrance() is None else 1)
 
-    def _refusal(self, wanted: dict[str, str]) -> str | None:
-        """Return why a worker with these variables cannot be a fork of this process."""
-        if (reason := hindrance()) is not None:
-            return reason
-        # those with other values here and there
-        differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
-        if not differ:
-            return None
-        return f"the imported libraries have read other values of {', '.join(sorted(differ))}"
-
     def _let_go(self, client: socket.socket) -> None:
         """Close, in a fork, what is the server's."""
         signal.set_wakeup_fd(-1)
@@ -409,14 +409,6 @@ class ForkServer:
                     self._watch.unregister(client)
                     answer(client, {"status": status})
                     client.close()
-
-    def _end_child(self, client: socket.socket) -> None:
-        """End the child of a client that was killed."""
-        pid = self._clients.pop(client)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        del self._children[pid]
-        self._watch.unregister(client)
-        client.close()
 
 
 def received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
