@@ -332,7 +332,7 @@ class InlineBackend:
                 target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True
             )
         self._ranks.setdefault(part.task_id, []).append(Rank(worker_id, attempt_id, thread))
-        if part.task_id in self._broken_up:
+        if part.task_id in self._broken_up:  # an earlier rank has failed before this one came
             self._break_up(part.task_id)
         if thread is not None:
             thread.start()
@@ -384,7 +384,7 @@ class InlineBackend:
         ranks = self._ranks.get(task_id, [])
         if ranks:
             self._broken_up.add(task_id)  # for those that have still to come
-        for rank in list(ranks):
+        for rank in list(ranks):  # a copy: the driver's thread may add one meanwhile
             guard = self._guards.get(rank.worker_id)
             if guard is not None:
                 guard.request(Signal.CANCEL, rank.attempt_id, task_id)
@@ -448,7 +448,7 @@ class InlineBackend:
         """Forget all workers, the store and temporary files."""
         for worker_id in list(self._workers):
             self._forget(worker_id)
-        with self._making:
+        with self._making:  # an exchange that is made just now is seen below
             self._is_closed = True
         if self._exchange is not None:
             self._exchange.close()

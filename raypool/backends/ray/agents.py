@@ -247,6 +247,7 @@ class Agents:
             if agent is not None and self._is_up():
                 asked[node_id] = agent.devices.remote()
         if asked:
+            # one limit for all nodes together; those that have not answered by then are unknown
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = {node_id: answered(ref) for node_id, ref in asked.items()}
         return [
@@ -375,6 +376,7 @@ class Agents:
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))
+        # before the rest: workers wait for these answers, and the rest may take its time
         self._take(agent, answers.at_once())
         for worker_id, number, content in mail:
             if worker_id != OFFERED:
@@ -478,7 +480,7 @@ class Agents:
 
     def close(self) -> None:
         """Take the last messages of workers, and end the agents."""
-        with self._making:
+        with self._making:  # no thread adds another behind this list
             self._is_closed = True
             agents = list(self._agents.values())
             self._agents.clear()

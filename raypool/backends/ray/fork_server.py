@@ -284,6 +284,7 @@ class ForkServer:
         self._wake = socket.socketpair()
         for one in self._wake:
             one.setblocking(False)
+        # a handler of Python's, since only such a signal is written to the wakeup descriptor
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1].fileno())
         self._owner = os.pidfd_open(os.getppid())  # at first the base, then the raylet
@@ -460,7 +461,7 @@ def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
         str(Path(sys.argv[0]).parent),
         *(path for path in added if path and path not in sys.path),
     ]
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # modules may have been added since the base listed folders
     from raypool.backends.ray import fork_server as imported  # this is the script, `__main__`
 
     imported.own_server = server
@@ -549,7 +550,7 @@ def main(raypool: str, *modules: str) -> None:
         sys.path.remove(str(Path(__file__).resolve().parent))
     import_all([*modules, *OF_RAY])
     reason = flaw()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps servers that have ended
     with socket.socket(fileno=os.dup(0)) as control:
         while (sent := socket.recv_fds(control, 1, 1))[0]:
             listener = socket.socket(fileno=sent[1][0])

@@ -140,6 +140,7 @@ class NodeWatch:
         self._closed.set()
 
     def _live(self) -> None:
+        # Ray has no public way to wait for such news
         while not self._closed.wait(LOOK_S):
             try:
                 self.check()
@@ -328,6 +329,7 @@ REFUSED_S = 3.0
 """After this long without an answer, this process checks whether Ray still listens [s]."""
 
 CONNECT_TIMEOUT_S = 1.0
+"""How long that check may take [s]: meanwhile the watch on Ray waits."""
 
 AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
 
@@ -417,5 +419,6 @@ def _is_refused(address: str) -> bool:
     try:
         socket.create_connection((host, port or 0), CONNECT_TIMEOUT_S).close()
     except OSError as error:
+        # anything else, such as no answer in time, may pass: it does not show that nobody listens
         return isinstance(error, ConnectionRefusedError)
     return False

@@ -50,6 +50,7 @@ from raypool.profiles import Profile, WorkerResources
 _placements: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 LEND_TIMEOUT_S = 5.0
+"""How long a pool waits until Ray could give lent resources to a training [s]."""
 
 Found = dict[WorkerResources, list[Claim]]
 """The claims for each kind of worker."""
@@ -156,7 +157,7 @@ class Placement:
         )
         most = NO_LIMIT
         if demand.kind == "CPU" and not is_elsewhere:
-            most = usable_cores()
+            most = usable_cores()  # physical ones, while Ray counts the logical ones
         elif not demand.each:  # any number would fit
             most = int(ray.cluster_resources().get("CPU", 1))
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
