@@ -8,7 +8,6 @@ as on Ray, a start in milliseconds, and a debugger stops in the function.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import platform
@@ -333,7 +332,7 @@ class InlineBackend:
                 target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True
             )
         self._ranks.setdefault(part.task_id, []).append(Rank(worker_id, attempt_id, thread))
-        if part.task_id in self._broken_up:
+        if part.task_id in self._broken_up:  # an earlier rank has failed before this one came
             self._break_up(part.task_id)
         if thread is not None:
             thread.start()
@@ -385,7 +384,7 @@ class InlineBackend:
         ranks = self._ranks.get(task_id, [])
         if ranks:
             self._broken_up.add(task_id)  # for those that have still to come
-        for rank in list(ranks):
+        for rank in list(ranks):  # a copy: the driver's thread may add one meanwhile
             guard = self._guards.get(rank.worker_id)
             if guard is not None:
                 guard.request(Signal.CANCEL, rank.attempt_id, task_id)
@@ -415,7 +414,16 @@ class InlineBackend:
         """Run a call and post the result; False if raypool failed, and the worker with it."""
         try:
             with listening():
-                raw = self._run_parts(attempt_id, parts, here)
+                # no slice of a task that Ctrl-C has ended begins, even if it was dealt out before
+                if any(part.task_id in self._interrupted for part in parts):
+                    raw = [RawResult(part.start) for part in parts]
+                else:
+                    raw = run_parts(attempt_id, parts, here)
+                    self._interrupted.extend(
+                        part.task_id
+                        for part, result in zip(parts, raw, strict=True)
+                        if result.is_interrupted and not part.is_rank
+                    )
         except Exception as error:
             # raypool's own mistake, not the user's: nobody may be left waiting
             self._post(
@@ -430,20 +438,6 @@ class InlineBackend:
             self._break_up(parts[0].task_id)
         return True
 
-    def _run_parts(
-        self, attempt_id: int, parts: Sequence[Part], here: Surroundings
-    ) -> list[RawResult]:
-        # no slice of a task that Ctrl-C has ended begins, even if it was dealt out before
-        if any(part.task_id in self._interrupted for part in parts):
-            return [RawResult(part.start) for part in parts]
-        raw = run_parts(attempt_id, parts, here)
-        self._interrupted.extend(
-            part.task_id
-            for part, result in zip(parts, raw, strict=True)
-            if result.is_interrupted and not part.is_rank
-        )
-        return raw
-
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Pass on a wish for a slice; inline, only its own thread can have one while it runs."""
         guard = self._guards.get(worker_id)
@@ -454,7 +448,7 @@ class InlineBackend:
         """Forget all workers, the store and temporary files."""
         for worker_id in list(self._workers):
             self._forget(worker_id)
-        with self._making:
+        with self._making:  # an exchange that is made just now is seen below
             self._is_closed = True
         if self._exchange is not None:
             self._exchange.close()
@@ -506,7 +500,12 @@ class ThreadsBackend(InlineBackend):
             target=_work, args=(calls,), name=f"raypool-worker-{place}", daemon=True
         )
         thread.start()
-        tell_early = functools.partial(self._tell_early, worker_id)
+
+        def tell_early(call: OpenCall, narrowed: NarrowedCall) -> None:
+            kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
+            self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
+            call.let_go(narrowed)  # the user may want the finished items freed
+
         self._early[worker_id] = HandBack(self._watch, tell_early)
         info = self._note(worker_id, place)  # in this thread: the worker can be ended from now on
         calls.put(lambda: self._set_up(worker_id, info, setups))
@@ -584,11 +583,6 @@ class ThreadsBackend(InlineBackend):
                     timer.cancel()
 
         self._calls[worker_id].put(call)
-
-    def _tell_early(self, worker_id: int, call: OpenCall, narrowed: NarrowedCall) -> None:
-        kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
-        self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
-        call.let_go(narrowed)  # the user may want the finished items freed
 
     def close(self) -> None:
         """Forget all workers, the store and temporary files."""

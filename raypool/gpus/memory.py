@@ -129,7 +129,7 @@ class ResidentMemory:
         self._num_bytes = 0
         self._is_all = False
         self._is_counting = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # threads of a task may count at the same time
 
     def watch(self, allocator: Allocator) -> None:
         """Measure from now on, by this allocator."""

@@ -84,6 +84,7 @@ class NvmlInventory:
         # initialize it takes longer than all questions together, and much longer where no other
         # process keeps the driver up.
         key = self.load_library, os.getpid()
+        # two threads may both open it, which does no harm: NVML counts its users
         if key not in _opened:
             _opened[key] = Nvml(self.load_library)
         return _opened[key]

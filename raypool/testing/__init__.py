@@ -221,7 +221,7 @@ class SimBackend(InlineBackend):
             num_done = sum(result.done for result in what)
             for result in what:
                 result.durations_s = array("d", [call.seconds] * result.done)
-                result.started_at = self._clock.now()
+                result.started_at = now
         if call.is_lost:
             event, what = (
                 m.WorkerLost(call.worker_id, LossReason.EXIT),

@@ -37,7 +37,7 @@ if not os.fork():
     try:
         held = os.open(os.path.join(sys.argv[1], ".lock"), os.O_RDWR)
         fcntl.flock(held, fcntl.LOCK_EX)
-    except FileNotFoundError:
+    except FileNotFoundError:  # no lock any more, so nobody holds it
         pass
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
@@ -242,6 +242,8 @@ class CheckpointFolders:
         if storage is None:
             return make_private(Path(place) / names[index])
         key = (note.task_id, index, note.attempt)
+        # One thread fetches. Reentrant, since a task's function for a departure may interrupt it
+        # here, and ask for the folder, too.
         with self._locks.setdefault(key, threading.RLock()):
             if key not in self._copies:
                 folder = self._folder_of_copy(key)
@@ -350,7 +352,7 @@ def sees(folder: str, token: str) -> bool:
     """Return whether this machine sees the folder in which another one has found this token."""
     try:
         return (Path(folder) / TOKEN).read_text() == token
-    except OSError:
+    except OSError:  # not there, or not readable: no place for its checkpoints either
         return False
 
 

@@ -99,7 +99,7 @@ class GpuMemoryCare:
     def begin_anew(self) -> None:
         """Count all memory in use after the setup as kept on purpose."""
         self._floor_bytes = self._allocator.allocated()
-        kept.take()
+        kept.take()  # all of it is in the floor already
 
     @property
     def _label(self) -> str:

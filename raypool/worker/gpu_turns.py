@@ -22,6 +22,7 @@ PATIENCE_S = 30.0
 """How long items that wait to run alone go first [s]: what they wait for may need a newcomer."""
 
 POLL_S = 0.01
+"""How often such a newcomer looks whether it may pass [s]."""
 
 WEIGH_S = 0.5
 """The shortest pause between two looks at the GPU [s]."""
@@ -106,7 +107,7 @@ class GpuTurns:
         # a GPU in trouble: its next user gets the error
         with contextlib.suppress(Exception):
             self._allocator.empty_cache()
-        fcntl.flock(self._door, fcntl.LOCK_UN)
+        fcntl.flock(self._door, fcntl.LOCK_UN)  # closed still, if `begin` was interrupted
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def weigh(self) -> GpuLoad | None:

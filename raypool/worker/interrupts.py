@@ -222,7 +222,7 @@ class ProcessGuard(Interrupts):
 
     def begin(self, note: TaskContext, result: RawResult) -> None:
         """Note that the user's code begins."""
-        this_process.running = note
+        this_process.running = note  # first: `begin` may raise, and after it any line may
         super().begin(note, result)
 
     def end(self) -> None:
@@ -236,7 +236,7 @@ class ProcessGuard(Interrupts):
             return  # the request stays in the pipe, and is signalled again
         try:
             wishes = os.read(self.pipe, 1024 * WISH.size)
-        except BlockingIOError:
+        except BlockingIOError:  # the handler of an earlier signal has read it
             return
         taken = [self.take(SIGNALS[number], *key) for *key, number in WISH.iter_unpack(wishes)]
         if any(taken):
@@ -266,6 +266,7 @@ class ThreadGuard(Interrupts):
         self._thread_id = 0
         self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
         self._is_given_up = False
+        # requests come from other threads, while this one begins or ends a slice
         self._lock = threading.Lock()
 
     def approach(self, task_id: int) -> None:
@@ -458,6 +459,7 @@ class TimeLimit:
             if late_at is not None and time.monotonic() >= late_at:
                 late_at = None
                 self._on_late()
+            # again and again, since a signal in an import or a finalizer does nothing
             self._has_ended.wait(AGAIN_S)
 
 

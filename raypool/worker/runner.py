@@ -565,6 +565,7 @@ class HandBack:
         """Report a call that lasts."""
 
         def tell(narrowed: NarrowedCall) -> None:
+            # first: the driver, once told, sends elsewhere what waits behind this call
             self._told_of = call.attempt_id
             self._tell(call, narrowed)
 
@@ -608,7 +609,7 @@ class Watch:
             if not self._calls:
                 self._bell.get()
             self._is_resting = False
-            self._closed.wait(LOOK_S)
+            self._closed.wait(LOOK_S)  # not a sleep, so that `close` ends it
             self._look()
 
     def _look(self) -> None:

@@ -174,7 +174,12 @@ class Agents:
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
         nodes = introduction.node_id, client.home_node()
-        actor.attach.remote(*map(self._succession, nodes), self.is_far)
+        # of each `Succession`: the agent first, since to make one changes its number
+        here, home = (
+            (self._agent_on(node_id), self._names_on(node_id), self._num_made[node_id])
+            for node_id in nodes
+        )
+        actor.attach.remote(here, home, self.is_far)
         if introduction.mps_problem is not None:
             self._tell(
                 introduction.mps_problem,
@@ -242,6 +247,7 @@ class Agents:
             if agent is not None and self._is_up():
                 asked[node_id] = agent.devices.remote()
         if asked:
+            # one limit for all nodes together; those that have not answered by then are unknown
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = {node_id: answered(ref) for node_id, ref in asked.items()}
         return [
@@ -305,10 +311,6 @@ class Agents:
 
     def _names_on(self, node_id: str) -> str:
         return f"{self._store_key}-{node_id}"
-
-    def _succession(self, node_id: str) -> tuple[Any, str, int]:
-        """Return the arguments of a worker's `Succession`."""
-        return self._agent_on(node_id), self._names_on(node_id), self._num_made[node_id]
 
     def home(self) -> Any:
         """Return the agent with the pool's exchange, on the driver's or Ray Client's node."""
@@ -374,6 +376,7 @@ class Agents:
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))
+        # before the rest: workers wait for these answers, and the rest may take its time
         self._take(agent, answers.at_once())
         for worker_id, number, content in mail:
             if worker_id != OFFERED:
@@ -440,20 +443,6 @@ class Agents:
         """Kill the rest of a worker, children too; then `then` is called, in some thread."""
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
-        if self._is_up():
-            with unless_ended(self._is_up):
-                self._end(worker_id, agent, watched, actor, then)
-                return
-        self._outlived.append(watched)
-        then()
-
-    def _end(self, worker_id: int, agent: Any, watched: Any, actor: Any, then: Chore) -> None:
-        # one has the exchange, which may wait for this worker
-        for other in list(self._agents.values()):
-            other.exchange.remote("forget", worker_id)
-        if agent is None:
-            aside(functools.partial(self.kill, [actor], then))
-            return
 
         def ended(answer: Any) -> None:
             if not isinstance(answer, BaseException):
@@ -463,7 +452,18 @@ class Agents:
             late = [agent] if isinstance(answer, TimeoutError) else []
             aside(functools.partial(self.kill, [*late, actor], then))
 
-        self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), ended)
+        if self._is_up():
+            with unless_ended(self._is_up):
+                # one has the exchange, which may wait for this worker
+                for other in list(self._agents.values()):
+                    other.exchange.remote("forget", worker_id)
+                if agent is None:
+                    aside(functools.partial(self.kill, [actor], then))
+                else:
+                    self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), ended)
+                return
+        self._outlived.append(watched)
+        then()
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
         """Pass the answer to a call to `take`, or a TimeoutError if none comes in time."""
@@ -480,7 +480,7 @@ class Agents:
 
     def close(self) -> None:
         """Take the last messages of workers, and end the agents."""
-        with self._making:
+        with self._making:  # no thread adds another behind this list
             self._is_closed = True
             agents = list(self._agents.values())
             self._agents.clear()

@@ -74,6 +74,7 @@ from raypool.worker.gpu_turns import Sharing
 from raypool.worker.running import ExchangeClient
 
 CLOSE_TIMEOUT_S = 5.0
+"""How long closing a pool waits for the ends of its workers, and then for its resources [s]."""
 
 GIVEN_UP_S = 60.0
 """How long closing a pool waits at most after its Ray was given up [s]."""
@@ -280,7 +281,7 @@ class RayBackend:
         self._retiring[worker_id] = actor, then
 
         def finish() -> None:
-            then()
+            then()  # first: who is notified counts on it
             with self._retired:
                 self._retiring.pop(worker_id, None)
                 self._retired.notify_all()
@@ -513,12 +514,13 @@ class RayBackend:
         while not self._left.wait(WATCH_S):
             silent_s = self._nodes.silent_s(WATCH_S)
             cut_off = None
+            # if the user has joined another Ray, its troubles are not this pool's
             if not ray.is_initialized() or connection() is self._joined:
                 cut_off = why_cut_off(silent_s, self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
                 self._let_go(cut_off)
             if self._closed.is_set():
-                continue
+                continue  # Ray is still watched: its end would keep `close` waiting
             for worker_id, slot in list(self._by_worker.items()):
                 # the slot may get another worker meanwhile; the next look sees
                 with contextlib.suppress(Exception):
@@ -558,6 +560,7 @@ class RayBackend:
         self._traffic.add(place, answer.fetched_bytes, len(status))
         for number, batch in answer.said:
             self._hub.deliver(worker_id, number, batch)
+        # up to the newest batch; there is always one, though it may be empty
         catch_up = self._hub.waiter(worker_id, number)
         values: Values
         if answer.header is None:
@@ -705,6 +708,7 @@ class Slot:
 
     def take_stale(self) -> list[int]:
         """Return the functions that the worker is to forget now; the caller tells it."""
+        # one by one: a finalizer may add another at any moment
         stale = [self.stale.popleft() for _ in range(len(self.stale))]
         self.known.difference_update(stale)
         return stale

@@ -69,7 +69,7 @@ def ask_node(node_id: str, timeout_s: float, question: Callable[..., Any], *args
     asked = ray.remote(question).options(**on_node(node_id)).remote(*args)
     try:
         return ray.get(asked, timeout=timeout_s)
-    except (rx.RayError, TimeoutError):
+    except (rx.RayError, TimeoutError):  # the node has gone, or is slow; callers can do without
         return None
 
 

@@ -53,7 +53,7 @@ class ClientServer:
 
 
 _outpost: ClientServer | None = None
-_settling = threading.Lock()
+_settling = threading.Lock()  # any thread may be the first to ask; there is one probe
 _dead: set[bytes] = set()  # actors; replaced as a whole
 
 
@@ -151,6 +151,7 @@ def _settled() -> ClientServer:
     with _settling:
         if _outpost is None or _outpost.connection is not connection:
             node_id = str(ray.get_runtime_context().get_node_id())
+            # it remembers nothing, so Ray may start it again, and ask it again
             options = on_node(node_id) | {
                 "max_restarts": -1,
                 "max_task_retries": -1,

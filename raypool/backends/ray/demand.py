@@ -58,6 +58,7 @@ class Demand:
         """Return how many claims a node could hold if it were empty."""
         if not self.allows(node):
             return 0
+        # 1e-9: a quotient that rounding has put just below a whole number is that number
         return min(
             int(node["Resources"].get(name, 0) / amount + 1e-9)
             for name, amount in self.bundle.items()
@@ -111,9 +112,11 @@ def demand_of(
     }
     bundle = {name: amount for name, amount in bundle.items() if amount > 0}
     if wanted.accelerator_type is not None:
+        # as Ray's own option `accelerator_type`; a node has 1, which is a mark rather than a limit
         bundle[f"{ACCELERATOR}{wanted.accelerator_type}"] = 0.001
     kind = "GPU" if gpus else "CPU"
     memory_bytes, labels = wanted.memory_bytes or 0, dict(wanted.labels)
+    # Ray refuses a bundle of nothing, so it gets one byte
     each, bundle = bundle.get(kind, 0.0), bundle or {"memory": 1.0}
     return Demand(
         kind, each, bundle, share, share_of(gpus, share), cpus, memory_bytes, labels, first
@@ -192,6 +195,7 @@ HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head."""
 
 ASK_TIMEOUT_S = 10.0
+"""How long the head may take to say how it grows [s]; after that, a cluster counts as fixed."""
 
 
 @dataclass(frozen=True, slots=True)

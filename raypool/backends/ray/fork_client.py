@@ -63,14 +63,14 @@ def main(words: list[str]) -> None:
         with contextlib.suppress(OSError), open(OOM_SCORE, "w") as score:
             score.write("0")  # it has no memory: its worker is to go first
     except (OSError, ValueError) as reason:
-        if str(reason):
+        if str(reason):  # else its pool wants no forks, and need not be told
             os.environ[REFUSED] = str(reason)
         script = next(word for word in words if word.endswith("default_worker.py"))
         setup = os.path.join(os.path.dirname(script), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, setup, *words])
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: signal.pidfd_send_signal(worker, number))
-    server.settimeout(None)
+    server.settimeout(None)  # the worker lives as long as its pool
     last = lines.readline()
     if not last:  # the server was killed; the worker goes on
         select.select([worker], [], [])

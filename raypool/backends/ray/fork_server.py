@@ -284,6 +284,7 @@ class ForkServer:
         self._wake = socket.socketpair()
         for one in self._wake:
             one.setblocking(False)
+        # a handler of Python's, since only such a signal is written to the wakeup descriptor
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1].fileno())
         self._owner = os.pidfd_open(os.getppid())  # at first the base, then the raylet
@@ -305,9 +306,13 @@ class ForkServer:
                 elif key.fileobj is self._wake[0]:
                     self._wake[0].recv(4096)
                     self._reap()
-                # its child may have ended too, and been reaped just now
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._clients:
-                    self._end_child(key.fileobj)
+                # a client was killed; its child may have ended too, and been reaped just now
+                elif isinstance(client := key.fileobj, socket.socket) and client in self._clients:
+                    pid = self._clients.pop(client)
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+                    del self._children[pid]
+                    self._watch.unregister(client)
+                    client.close()
 
     def _accept(self) -> dict[str, Any] | None:
         client, _ = self._listener.accept()
@@ -324,9 +329,15 @@ class ForkServer:
                     self._prepare_for_trainings(client)
                 client.close()
                 return None
-            reason = self._refusal(request["variables"])
-            if reason is not None:
+            if (reason := hindrance()) is not None:
                 raise ValueError(reason)
+            # those with other values here and there
+            wanted = read_early(request["variables"])
+            differ = {name for name, _ in wanted.items() ^ self._before.items()}
+            if differ:
+                raise ValueError(
+                    f"the imported libraries have read other values of {', '.join(sorted(differ))}"
+                )
             pid = os.fork()
             if pid == 0:
                 path = self._listener.getsockname()
@@ -374,16 +385,6 @@ class ForkServer:
             import_all(OF_TRAININGS)
             os._exit(0 if hindrance() is None else 1)
 
-    def _refusal(self, wanted: dict[str, str]) -> str | None:
-        """Return why a worker with these variables cannot be a fork of this process."""
-        if (reason := hindrance()) is not None:
-            return reason
-        # those with other values here and there
-        differ = {name for name, _ in read_early(wanted).items() ^ self._before.items()}
-        if not differ:
-            return None
-        return f"the imported libraries have read other values of {', '.join(sorted(differ))}"
-
     def _let_go(self, client: socket.socket) -> None:
         """Close, in a fork, what is the server's."""
         signal.set_wakeup_fd(-1)
@@ -409,14 +410,6 @@ class ForkServer:
                     self._watch.unregister(client)
                     answer(client, {"status": status})
                     client.close()
-
-    def _end_child(self, client: socket.socket) -> None:
-        """End the child of a client that was killed."""
-        pid = self._clients.pop(client)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        del self._children[pid]
-        self._watch.unregister(client)
-        client.close()
 
 
 def received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -468,7 +461,7 @@ def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
         str(Path(sys.argv[0]).parent),
         *(path for path in added if path and path not in sys.path),
     ]
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # modules may have been added since the base listed folders
     from raypool.backends.ray import fork_server as imported  # this is the script, `__main__`
 
     imported.own_server = server
@@ -557,7 +550,7 @@ def main(raypool: str, *modules: str) -> None:
         sys.path.remove(str(Path(__file__).resolve().parent))
     import_all([*modules, *OF_RAY])
     reason = flaw()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps servers that have ended
     with socket.socket(fileno=os.dup(0)) as control:
         while (sent := socket.recv_fds(control, 1, 1))[0]:
             listener = socket.socket(fileno=sent[1][0])

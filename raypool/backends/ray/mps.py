@@ -194,7 +194,7 @@ def runs_in(pipes: Path) -> bool:
         os.kill(pid, 0)
     except PermissionError:
         return True  # somebody else's, which /proc may hide
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no such file or process, or half a file
         pass
     return False
 

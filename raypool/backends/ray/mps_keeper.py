@@ -59,6 +59,7 @@ class Control:
                     timeout=START_TIMEOUT_S,
                     check=False,
                 )
+            # told to the agent: the workers can compute without the service
             except (OSError, subprocess.TimeoutExpired) as error:
                 return f"nvidia-cuda-mps-control -d failed, {error}"
         if started.returncode:
@@ -86,6 +87,7 @@ class Control:
                 check=False,
                 env=environ,
             )
+        # it has died, or hangs: `start` gives up after its time, and `end` kills it
         except (OSError, subprocess.TimeoutExpired):
             return ""
         return done.stdout

@@ -272,7 +272,7 @@ class NodeAgent:
         if self._mps.is_up and watched.at_hand != NOTHING:
             watched.freeze()  # else its code would notice, and go on
             await asyncio.to_thread(self._mps.terminate, family(watched.pid))
-        others = watched.others()
+        others = watched.others()  # while it lives: without it, its children have other parents
         killed_at = time.monotonic()
         if watched.is_alive:
             ray.kill(watched.actor)  # else Ray would report a crash, at length
@@ -298,7 +298,7 @@ class NodeAgent:
         """Return a folder's token, by which workers elsewhere know whether they see it."""
         try:
             return await asyncio.to_thread(token_of, folder)
-        except OSError as error:
+        except OSError as error:  # for the worker to raise: Ray would send another in its place
             return error
 
     async def learn(self, folder: str, token: str | OSError) -> None:
@@ -328,6 +328,7 @@ class NodeAgent:
         if self._mps_started is None:
             self._temporary.path()  # made here, not in two threads at once
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
+        # others may still wait for it when this call is cancelled
         return await asyncio.shield(self._mps_started)
 
     # --- messages from workers --------------------------------------------------------------------
@@ -339,6 +340,7 @@ class NodeAgent:
         self._has_mail.set()
         if self._mailbox_bytes > MAILBOX_BYTES:
             self._has_room.clear()
+        # the worker's outbox waits for this answer; its tasks go on until that is full, too
         await self._has_room.wait()
 
     def _pass_on(self, queue: str, ticket: int, value: bytes) -> None:
@@ -357,6 +359,7 @@ class NodeAgent:
         """
         for ticket, outcome in answers:
             await self._exchange.answer(ticket, outcome)
+        # for as long as it takes: the driver has one such call open; `finish` ends the last
         await self._has_mail.wait()
         mail, self._mailbox, self._mailbox_bytes = self._mailbox, [], 0
         self._has_room.set()
@@ -368,6 +371,7 @@ class NodeAgent:
     async def finish(self) -> None:
         """Note that all workers have ended, and stop their MPS."""
         if self._mps_started is not None:
+            # first: once the driver hears the end below, it kills this process
             await asyncio.to_thread(self._mps.stop)
         self._is_finished = True
         self._has_mail.set()

@@ -140,6 +140,7 @@ class NodeWatch:
         self._closed.set()
 
     def _live(self) -> None:
+        # Ray has no public way to wait for such news
         while not self._closed.wait(LOOK_S):
             try:
                 self.check()
@@ -199,16 +200,19 @@ class NodeWatch:
             if node is None or node in staying or place in self._lost:
                 continue
             if node not in nodes.alive:
-                self._lose(place, node)
+                self._lost.add(place)
+                self._num_lost += place not in self._leaving
+                is_taken, name = node in self._preempted, self._names.get(node, node[:8])
+                reason = LossReason.PREEMPTED if is_taken else LossReason.NODE
+                words = f"its node {name} is {'gone' if is_taken else 'lost'}"
+                self._post(PlaceLost(place, reason), words)
                 continue
             told, gone_at = self._leaving.get(place), nodes.draining[node]
             if told is None or _is_news(told, gone_at):
-                self._leave(place, node, gone_at)
-
-    def _leave(self, place: int, node: str, gone_at: float) -> None:
-        self._num_lost += place not in self._leaving
-        self._leaving[place] = gone_at
-        self._post(PlaceLeaving(place, self._interrupt_at(gone_at)), self._notice([node], gone_at))
+                self._num_lost += told is None
+                self._leaving[place] = gone_at
+                leaving = PlaceLeaving(place, self._interrupt_at(gone_at))
+                self._post(leaving, self._notice([node], gone_at))
 
     def _interrupt_at(self, gone_at: float) -> float | None:
         if math.isinf(gone_at):
@@ -253,13 +257,6 @@ class NodeWatch:
             )
         if not is_final:
             self._make_up(nodes)
-
-    def _lose(self, place: int, node: str) -> None:
-        self._lost.add(place)
-        self._num_lost += place not in self._leaving
-        is_taken, name = node in self._preempted, self._names.get(node, node[:8])
-        reason = LossReason.PREEMPTED if is_taken else LossReason.NODE
-        self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if is_taken else 'lost'}")
 
     def tell_lost(self, lost: WorkerLost, words: str, node: str | None) -> None:
         """Tell the driver that a worker on a node is lost; the thread may ask Ray."""
@@ -332,6 +329,7 @@ REFUSED_S = 3.0
 """After this long without an answer, this process checks whether Ray still listens [s]."""
 
 CONNECT_TIMEOUT_S = 1.0
+"""How long that check may take [s]: meanwhile the watch on Ray waits."""
 
 AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
 
@@ -382,7 +380,12 @@ def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool) -> CutOff | 
         is_outside: Whether this process was connected through Ray Client.
     """
     if is_outside:
-        return _why_lost(silent_s)
+        # after a break, Ray Client tries to reconnect for 30 s (RAY_CLIENT_RECONNECT_GRACE_PERIOD)
+        if not ray.is_initialized():
+            return CutOff("The connection to the cluster has ended", has_values=False)
+        if silent_s > patience_s():
+            return CutOff(f"The cluster has not answered for {silent_s:.0f} s", has_values=False)
+        return None
     node = worker.global_worker.node if ray.is_initialized() else None
     return None if node is None else _why_adrift(node, silent_s, is_adrift)
 
@@ -404,15 +407,6 @@ def _why_adrift(node: Any, silent_s: float, is_adrift: bool) -> CutOff | None:
     return None
 
 
-def _why_lost(silent_s: float) -> CutOff | None:
-    # after a break, Ray Client tries to reconnect for 30 s (RAY_CLIENT_RECONNECT_GRACE_PERIOD)
-    if not ray.is_initialized():
-        return CutOff("The connection to the cluster has ended", has_values=False)
-    if silent_s > patience_s():
-        return CutOff(f"The cluster has not answered for {silent_s:.0f} s", has_values=False)
-    return None
-
-
 def patience_s() -> float:
     """Return for how long the control store may be silent [s]."""
     # it may be started again elsewhere; after all of this time Ray ends this process
@@ -425,5 +419,6 @@ def _is_refused(address: str) -> bool:
     try:
         socket.create_connection((host, port or 0), CONNECT_TIMEOUT_S).close()
     except OSError as error:
+        # anything else, such as no answer in time, may pass: it does not show that nobody listens
         return isinstance(error, ConnectionRefusedError)
     return False

@@ -612,9 +612,9 @@ def pack_error(error: BaseException) -> bytes:
         if isinstance(getattr(error, "results", None), Results):
             # of a loop within the task; the outer loop's error gets its own results
             del error.results  # type: ignore[attr-defined]
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # it calls `__str__`, which is the user's, too
         text = traceback_text(error)
-    with contextlib.suppress(Exception):  # its `__str__` is the user's, too
+    with contextlib.suppress(Exception):  # as above
         summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         parcel = dump(error, sys.maxsize)
@@ -623,7 +623,7 @@ def pack_error(error: BaseException) -> bytes:
     except BaseException:  # it runs the user's code
         body = None
         if type(error).__module__ == "builtins":  # a RecursionError may have deep attributes
-            with contextlib.suppress(BaseException):
+            with contextlib.suppress(BaseException):  # its arguments may be the user's objects
                 body = pickle.dumps(type(error)(*error.args), protocol=5)
     return pickle.dumps((body, summary, text, notes_of(error)), protocol=5)
 
@@ -931,6 +931,7 @@ class _Mapping:
         )
         return None if start == FAILED else _Mapping(start, length, start + ahead, shared)
 
+    # a default value, since the module's own names may be gone when Python ends
     def __del__(self, _unmap: Any = _libc.munmap) -> None:
         _unmap(self._start, self._length)
 

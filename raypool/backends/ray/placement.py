@@ -38,7 +38,6 @@ from raypool.backends.ray.demand import (
     NONE,
     Demand,
     Need,
-    Node,
     demand_of,
     gpus_of,
     growth,
@@ -51,6 +50,7 @@ from raypool.profiles import Profile, WorkerResources
 _placements: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 LEND_TIMEOUT_S = 5.0
+"""How long a pool waits until Ray could give lent resources to a training [s]."""
 
 Found = dict[WorkerResources, list[Claim]]
 """The claims for each kind of worker."""
@@ -66,8 +66,12 @@ class Placement:
         self._profile = profile
         # it takes a moment to ask: only once, and where something is missing
         self._growth = functools.cache(growth)
+        nodes = living_nodes()
+        if not any(map(gpus_of, nodes)):
+            # workers may get those of nodes that an autoscaler adds
+            nodes += (node for node, _ in self._growth().kinds)
         self._demands = {
-            kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, self._nodes())
+            kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, nodes)
             for kind in profile.kinds
         }
         self._survey = Survey(profile.inventory, profile.min_free_memory_bytes)
@@ -93,13 +97,6 @@ class Placement:
                 claims = {id(claim): claim for claim in list(other._claims.values())}
                 found.setdefault(other._opened_at, []).extend(claims.values())
         return {line: claims for line, claims in found.items() if claims}
-
-    def _nodes(self) -> list[Node]:
-        """Return the nodes, and if none has a GPU, those that may come and have some."""
-        there = living_nodes()
-        if any(map(gpus_of, there)):
-            return there
-        return [*there, *(node for node, _ in self._growth().kinds)]
 
     def may_move(self, staying: Set[str]) -> bool:
         """Whether workers could run on these nodes, or an autoscaler may bring others."""
@@ -160,7 +157,7 @@ class Placement:
         )
         most = NO_LIMIT
         if demand.kind == "CPU" and not is_elsewhere:
-            most = usable_cores()
+            most = usable_cores()  # physical ones, while Ray counts the logical ones
         elif not demand.each:  # any number would fit
             most = int(ray.cluster_resources().get("CPU", 1))
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}

@@ -108,7 +108,7 @@ def is_rays(pid):
 if not os.fork():
     try:
         fcntl.flock(os.open(sys.argv[1] + "/.lock", os.O_RDWR), fcntl.LOCK_EX)
-    except FileNotFoundError:
+    except FileNotFoundError:  # the driver has ended at once, and removed it
         pass
     for seconds in range(1, 13):
         time.sleep(1)
@@ -119,7 +119,7 @@ if not os.fork():
                     is_over = False
                     if seconds % 4 == 0:
                         os.kill(int(pid), signal.SIGKILL)
-            except OSError:
+            except OSError:  # it has just ended, or is another user's
                 pass
         if is_over:
             break
@@ -350,7 +350,7 @@ def _after_fork() -> None:
     _has_forked = _has_forked or _is_initialized()
     if _files is not None:
         os.close(_files[1])  # else the folder would be held as long as this child lives
-    _lock = threading.Condition(threading.Lock())
+    _lock = threading.Condition(threading.Lock())  # another thread of the parent may have had it
     _users, _used, _ours, _files = 0, None, None, None
     # native code would keep a handler in Python from running
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
@@ -434,6 +434,7 @@ def give_up_ray(before_end: Callable[[bool], None] | None) -> None:
         before_end: Called before, as in `leave_ray`; it may take `GIVE_UP_S`.
     """
     global _is_given_up
+    # before the lock: `leave_ray` may have it, and wait for this Ray
     _is_given_up = True
     processes = _wake()
     with _lock:

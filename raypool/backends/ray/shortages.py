@@ -116,7 +116,7 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     able = [node for node in nodes if demand.allows(node)]
     requested, available = least * demand.each, there * demand.each
     capacity = sum(node["Resources"].get(demand.kind, 0) for node in able)
-    names = () if crowd and there * demand.each + len(crowd) >= capacity else holders()
+    names = () if crowd and available + len(crowd) >= capacity else holders()
     held = need.num_held * demand.each
     if held:
         names = besides_us(names)

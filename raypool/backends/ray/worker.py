@@ -285,7 +285,7 @@ class PoolWorker:
         this_process.link = WorkerLink(self._worker_id, self._outbox, homes)
 
     def _push(self, number: int, batch: bytes) -> None:
-        agents = self._agents
+        agents = self._agents  # once: `attach` may set another meanwhile
         agent = agents.newest
         try:
             ray.get(agent.push.remote(self._worker_id, number, batch))
@@ -608,7 +608,7 @@ def _enter_mps(agent: Any) -> str | None:
         return None
     try:
         state = ray.get(agent.mps.remote(mps.settings(os.environ)), timeout=mps.ANSWER_S)
-    except ray.exceptions.RayError as error:
+    except ray.exceptions.RayError as error:  # also no answer in time; it can do without MPS
         return f"the agent of its node has not answered ({type(error).__name__})"
     return mps.enter(state, os.environ)
 
