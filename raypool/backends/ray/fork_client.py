@@ -43,7 +43,6 @@ def main(words: list[str]) -> None:
         request = {
             **understood(words),
             "folder": os.getcwd(),
-            "group": os.getpgrp(),
             "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "oom_score_adj": oom_score_adj,
         }
