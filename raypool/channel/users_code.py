@@ -162,7 +162,11 @@ class Project:
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
         with self._lock:
-            before, after = _sorted_folders(tuple(sys.path), _here() if "" in sys.path else None)
+            here = None
+            if "" in sys.path:
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+                    here = os.getcwd()  # noqa: PTH109
+            before, after = _sorted_folders(tuple(sys.path), here)
             versions = self._modules.versions()
             argv = tuple(sys.argv)
             newest = self._newest
@@ -172,14 +176,6 @@ class Project:
                     newest.number + 1, newest.host, before, after, versions, argv
                 )
             return self._newest
-
-
-def _here() -> str | None:
-    """Return the current folder; None if somebody has removed it."""
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        return None
 
 
 @functools.lru_cache(8)

@@ -335,7 +335,11 @@ class DurableLoop(LoopWork):
         if result.catch_up is not None:
             result.catch_up()
         before = piece.start - result.start
-        values = _values_of(piece, result)  # here: opening them may take long
+        try:  # here: opening them may take long
+            values = result.values_of(piece.start, piece.stop)
+        except BaseException as caught:  # the user's code may raise SystemExit when it is unpickled
+            lost = TaskError(f"A value cannot be opened: {type(caught).__name__}: {caught}")
+            values = [Missing(lost)] * (piece.stop - piece.start)
         opened = replace(result, values=LocalValues(values), offset=-before, catch_up=None)
         errors = self._errors_of(piece, result, worker)
         starts = islice(accumulate(result.durations_s, initial=result.started_at), before, None)
@@ -440,14 +444,6 @@ def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
         for name, value in (fields_of(item) or {}).items():
             found.setdefault(column_name(name), {})[short_repr(value)] = None
     return found
-
-
-def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    try:
-        return result.values_of(piece.start, piece.stop)
-    except BaseException as error:  # the user's code may raise SystemExit when it is unpickled
-        lost = TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
-        return [Missing(lost)] * (piece.stop - piece.start)
 
 
 # --- recorder -------------------------------------------------------------------------------------

@@ -553,29 +553,19 @@ def submit_call(
         PoolClosedError: The pool was shut down.
     """
     function = fn if isinstance(fn, Function) else engine.function(fn)
-    work = _call_work(engine, function, args, kwargs, options)
-    if options.checkpoints is not None and function is not fn:
-        # imported late: only calls with checkpoints need it
-        from raypool.journal.keys import content_key
-
-        key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
-        work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
-    engine.driver.submit(work, options.spec(work.function.fn_id, where), work.future)
-    return work.future
-
-
-def _call_work(
-    engine: Engine,
-    function: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> CallWork:
     pack, name = engine.backend.pack, function.name
     try:
         call = pack([(args, kwargs)], f"the arguments of {name}")
     except SerializationError:
-        for key, value in [*enumerate(args), *kwargs.items()]:
-            pack(value, f"argument {key!r} of {name}")  # raises the error that names it
+        for place, value in [*enumerate(args), *kwargs.items()]:
+            pack(value, f"argument {place!r} of {name}")  # raises the error that names it
         raise
-    return CallWork(function, call, Future(options.name or name), options.retry_on)
+    work = CallWork(function, call, Future(options.name or name), options.retry_on)
+    if options.checkpoints is not None and function is not fn:
+        # imported late: only calls with checkpoints need it
+        from raypool.journal.keys import content_key
+
+        key = content_key((fn, args, kwargs), f"the call of {name}")
+        work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
+    engine.driver.submit(work, options.spec(function.fn_id, where), work.future)
+    return work.future

@@ -23,6 +23,7 @@ from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
 from raypool.journal.reading import new_rows, parts_of, positions_of, rows_of_parts
 from raypool.journal.rows import (
+    COUNTS,
     DATABASE,
     NOWHERE,
     PARTS,
@@ -39,10 +40,6 @@ from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, order_ro
 from raypool.worker.folders import write_file
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
-
-COUNTS = frozenset({"finished", "failed"})
-"""Statuses that are outcomes of an item; others only describe attempts."""
-
 
 NO_LOG = (-1, -1)
 """The identity of a write-ahead log that has to be opened again."""
@@ -300,17 +297,17 @@ class Journal:
 
     def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
         try:
-            missing = {
-                table: [row for row in entries if not self._has(table, row[0])]
-                for table, entries in rows.items()
-            }
+            missing: dict[str, list[Row]] = {}
+            for table, entries in rows.items():
+                command = f"SELECT 1 FROM {table} WHERE n = ?"
+                missing[table] = [
+                    row
+                    for row in entries
+                    if self._connection.execute(command, row[:1]).fetchone() is None
+                ]
         except sqlite3.Error as error:
             raise _as_os_error(error, self.run_dir) from error
         self._insert(missing)
-
-    def _has(self, table: str, number: int) -> bool:
-        found = self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,))
-        return found.fetchone() is not None
 
     def _insert(self, rows: dict[str, list[Row]]) -> None:
         """Add rows in one transaction.

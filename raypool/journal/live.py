@@ -98,7 +98,13 @@ class WatchedRun:
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
-            self._look_for_watchers(now)
+            with contextlib.suppress(OSError):  # nobody has watched this run yet
+                touched_ns = (self._folder / "wanted").stat().st_mtime_ns
+                # a change counts, and not the time: machines' clocks differ
+                is_left = self._touched_ns is None and time.time() - touched_ns / 1e9 > FRESH_S
+                if touched_ns != self._touched_ns and not is_left:
+                    self._wanted_until = now + FRESH_S
+                self._touched_ns = touched_ns
         if now >= self._wanted_until:
             return False
         if now >= self._write_at:
@@ -116,17 +122,6 @@ class WatchedRun:
                 self._pending.remove(request)
                 self._record(request, outcome)
         return True
-
-    def _look_for_watchers(self, now: float) -> None:
-        try:
-            touched_ns = (self._folder / "wanted").stat().st_mtime_ns
-        except OSError:
-            return
-        # a change counts, and not the time: machines' clocks differ
-        is_left = self._touched_ns is None and time.time() - touched_ns / 1e9 > FRESH_S
-        if touched_ns != self._touched_ns and not is_left:
-            self._wanted_until = now + FRESH_S
-        self._touched_ns = touched_ns
 
     def close(self) -> None:
         """Answer what is left after the end of the loop, and remove its live state."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from raypool.errors import JournalError
-from raypool.journal.rows import DATABASE
+from raypool.journal.rows import COUNTS, DATABASE
 from raypool.journal.salvage import carve
 from raypool.journal.schema import (
     APPLICATION_ID,
@@ -209,13 +209,18 @@ def read_all(connection: sqlite3.Connection) -> Contents:
     return {table: read(connection, table) for table in TABLES}
 
 
+def with_found(contents: Contents, rest: bytes) -> Contents:
+    """Return these rows, and those of the log that are uncommitted, or behind a damaged page."""
+    rows = [(table, row) for table, entries in contents.items() for row in entries]
+    found = list(carve(rest, frozenset(checksum(table, row) for table, row in rows)))
+    return gathered([*rows, *found]) if found else contents
+
+
 def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
-    """Add the rows of the log that were not committed, or are behind a damaged page."""
-    known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
-    found = list(carve(rest, known))
-    if not found:
+    """Write those rows of the log into the tables."""
+    both = with_found(contents, rest)
+    if both is contents:
         return
-    both = gathered([*((table, row) for table, rows in contents.items() for row in rows), *found])
     lost = lost_of(both)
     both = renumbered(both)
     if any(both[table][: len(rows)] != rows for table, rows in contents.items()):
@@ -278,7 +283,7 @@ def what_is_lost(lost: dict[str, int]) -> str:
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     """Describe the damage of a journal's file, and the part that could be read."""
-    count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
+    count = len({row[1] for row in contents["attempts"] if row[4] in COUNTS})
     # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):

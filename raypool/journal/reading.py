@@ -29,7 +29,6 @@ from raypool.journal.opening import (
     Contents,
     DamagedError,
     check_beginning,
-    gathered,
     is_damage,
     log_of,
     lost_of,
@@ -37,10 +36,12 @@ from raypool.journal.opening import (
     read_all,
     rescued,
     what_is_left,
+    with_found,
 )
 from raypool.journal.plain import decode
 from raypool.journal.provenance import calls_of
 from raypool.journal.rows import (
+    COUNTS,
     DATABASE,
     PARTS,
     Stored,
@@ -51,8 +52,7 @@ from raypool.journal.rows import (
     row_of,
     words_of,
 )
-from raypool.journal.salvage import carve
-from raypool.journal.schema import TABLES, checksum, num_missing, numbers_of, read
+from raypool.journal.schema import TABLES, num_missing, numbers_of, read
 from raypool.journal.schema import Row as Entry
 from raypool.journal.trials import STUDY, trials_in
 from raypool.results import Miss, Results, Row, collector_paused, run_name
@@ -233,7 +233,7 @@ def opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[
 def entries_of(contents: Contents) -> list[ItemRecord]:
     """Return the items of the newest call in its order, then the others."""
     outcomes = map(Stored._make, sorted(contents["attempts"], key=operator.itemgetter(2, 0)))
-    newest = {stored.key: stored for stored in outcomes if stored.status in ("finished", "failed")}
+    newest = {stored.key: stored for stored in outcomes if stored.status in COUNTS}
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
     ordered = [
@@ -520,7 +520,9 @@ def _read_once(path: Path) -> Contents:
     for open_one in (_open_copy,) if changes_owner else (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
-                contents = _with_rest(read_all(connection), rest)
+                contents = read_all(connection)
+                if rest:
+                    contents = with_found(contents, rest)
         except UNREADABLE as error:
             failure = error
             continue
@@ -530,15 +532,6 @@ def _read_once(path: Path) -> Contents:
         return contents
     assert failure is not None
     raise failure
-
-
-def _with_rest(contents: Contents, rest: bytes) -> Contents:
-    """Add the rows that only the log has: uncommitted, or behind a damaged page."""
-    if not rest:
-        return contents
-    rows = [(table, row) for table, entries in contents.items() for row in entries]
-    found = list(carve(rest, frozenset(checksum(table, row) for table, row in rows)))
-    return gathered([*rows, *found]) if found else contents
 
 
 @contextlib.contextmanager
@@ -664,7 +657,7 @@ def runs_of(contents: Contents) -> dict[str, range]:
     """
     runs: dict[str, range] = {}
     for stored in sorted(map(Stored._make, contents["attempts"]), key=operator.attrgetter("run")):
-        if stored.status in ("finished", "failed"):
+        if stored.status in COUNTS:
             before = runs.get(stored.key, range(1))
             if stored.run not in before:
                 runs[stored.key] = range(before.stop, stored.run + 1)

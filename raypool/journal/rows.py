@@ -39,6 +39,10 @@ PARTS = "parts"
 """The folder with parts of a run: journals of processes elsewhere that run some of its items."""
 
 
+COUNTS = frozenset({"finished", "failed"})
+"""Statuses that are outcomes of an item; others only describe attempts."""
+
+
 class Outcome(NamedTuple):
     """The outcome of an attempt at an item.
 
