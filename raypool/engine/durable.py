@@ -74,7 +74,7 @@ class RunPart(os.PathLike[str]):
         make_folder(run_dir / "items")
         # only the journal has one writer; what items keep, whoever runs them next finds
         for shared in ("items", GPU_USAGE):
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):  # a job that was requeued finds it
                 (self.folder / shared).symlink_to(f"../../{shared}")
 
     def __fspath__(self) -> str:
@@ -153,6 +153,7 @@ class DurableLoop(LoopWork):
         self.keys += [self._name(item, index) for index, item in enumerate(items)]
         numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         try:
+            # sorted: items with consecutive positions share a row
             self._journal.note_items(
                 (self.keys[index], index, items[index]) for index in sorted(numbers)
             )
@@ -602,6 +603,7 @@ class Recorder:
             with contextlib.suppress(Exception):  # the journal is to be closed in any case
                 if self._watched is not None:
                     self._watched.close()
+            # it writes into the folder, which is this run's only while the journal is open
             self._provenance.join()
             with contextlib.suppress(Exception):  # all that counts was written before, or given up
                 self._journal.close()
@@ -835,7 +837,7 @@ def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[tuple[int
     """Yield what an item has reported in a run, or in all, as far as can be read, and the runs."""
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except OSError:  # it has reported nothing
         return
     for line in lines:
         found = report_in(line, item)

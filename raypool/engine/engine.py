@@ -149,7 +149,7 @@ class Engine:
         self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
         self._lock = threading.Lock()  # of the functions: any thread submits
-        self._size_lock = threading.Lock()
+        self._size_lock = threading.Lock()  # one thread at a time adds or removes workers
         self.is_closing = False
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -407,6 +407,7 @@ class Engine:
         if not self.driver.closed.is_set():
             self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
         if wait and not self.driver.is_own_thread and not in_task():
+            # without a limit: work may take long, and a driver that fails sets it, too
             self.driver.closed.wait()
 
 
@@ -422,6 +423,7 @@ def _forget_all() -> None:
             " that. Start it with spawn (multiprocessing.get_context('spawn')), or open a pool"
             " here: parpool(profile='threads')."
         )
+        # a new one: another thread may have held the lock in the old one
         engine.driver.closed = threading.Event()
         engine.driver.closed.set()
     _engines.clear()

@@ -237,7 +237,7 @@ class Journal:
             failed: list[tuple[Outcome, Exception]] = []
             try:
                 self._look_after_log()
-            except OSError as error:
+            except OSError as error:  # there is no file to write to, for any of them
                 return [(outcome, error) for outcome in outcomes]
             for outcome in outcomes:
                 try:
@@ -363,7 +363,7 @@ class Journal:
             "Another program removed the log of %s, which is in use; the journal is reopened.",
             self._database,
         )
-        self._log = NO_LOG
+        self._log = NO_LOG  # until it is open: after an error here, the next write tries again
         try:
             self._connection.close()
             self._connection = connect(self._database)
@@ -384,7 +384,7 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):  # all rows are in the log, if not in the file
                 self._connection.close()
             closed(self._opened)
-            self._lock.release()
+            self._lock.release()  # last: from here on another process may open it
 
     def __enter__(self) -> Self:
         return self
@@ -409,6 +409,7 @@ def take_parts(folder: Path, connection: sqlite3.Connection, contents: Contents)
     if not (folder / PARTS).exists():
         return
     with contextlib.ExitStack() as locks:
+        # nobody may write a part while its rows move
         for part in parts_of(folder):
             locks.callback(RunLock(part).release)
         rows = new_rows(rows_of_parts(folder), contents)
@@ -420,6 +421,7 @@ def take_parts(folder: Path, connection: sqlite3.Connection, contents: Contents)
         except sqlite3.Error as error:
             raise cannot_write(folder, error) from error
         contents["attempts"] += rows
+        # only now; parts that stay after a crash give no row twice: see `new_rows`
         shutil.rmtree(folder / PARTS, ignore_errors=True)
 
 

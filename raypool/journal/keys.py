@@ -527,5 +527,5 @@ def _key_of(find: Callable[[], list[Any]]) -> str | None:
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):
             return None
         return content_key(values, "it")
-    except Exception:
+    except Exception:  # a variable without a value yet, or what the user's classes raise
         return None

@@ -136,8 +136,9 @@ class WatchedRun:
         try:
             if distrust(self._folder) or distrust(folder):
                 return
+            # names that begin with a dot are files that are still being written
             paths = sorted(folder.glob("[!.]*.json"))
-        except OSError:
+        except OSError:  # nobody has asked for anything yet
             return
         for path in paths:
             outcome = ""
@@ -169,6 +170,7 @@ def read_request(path: Path) -> Request:
         OSError: It cannot be read.
         ValueError: It is none, or belongs to another user.
     """
+    # somebody may have put a link there, or a pipe, which would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -265,7 +267,7 @@ def actions_in(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the actions that were asked for, the oldest first, each with its "outcome"."""
     try:
         lines = (Path(run_dir) / "actions.jsonl").read_bytes().splitlines()
-    except OSError:
+    except OSError:  # there were none
         return []
     actions = []
     for line in lines:
@@ -307,6 +309,7 @@ def notes_in(run_dir: Path) -> dict[str, Note]:
             str(key): {"star": bool(note["star"]), "text": str(note["text"])}
             for key, note in notes.items()
         }
+    # there are none yet, or somebody has edited the file
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

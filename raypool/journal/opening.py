@@ -76,6 +76,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
     try:
         _finish_salvage(folder)
         rest = log_of(folder / DATABASE)  # before SQLite removes it
+        # SQLite would make it readable by others
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -124,6 +125,8 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open a database so that committed rows survive crashes and power cuts."""
+    # Transactions are begun by hand. The user's thread opens it, and the recorder's writes; another
+    # program may hold SQLite's locks for a moment.
     connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -316,11 +319,13 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
     Raises:
         JournalError: It was made by a newer raypool, or is not a journal at all.
     """
+    # zeros between: the end of one file and the beginning of the other are no row
     contents = gathered(carve(data + bytes(16) + rest))
     newest = max((row[4] for row in contents["runs"]), default=None)
     # in SQLite's header: PRAGMA user_version, and PRAGMA application_id
     version = int.from_bytes(data[60:64], "big")
     is_ours = int.from_bytes(data[68:72], "big") == APPLICATION_ID
+    # a greater number is damage
     if newest is None and is_ours and SCHEMA < version < 1000:
         newest = version
     if newest is not None and newest > SCHEMA:
@@ -367,6 +372,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
         # its log is not renamed with it; on a full disk this raises, where closing would not
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     kept = _keep(folder, rest)
+    # from here on readers take this one, and the next writer finishes if this process is killed
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
@@ -393,6 +399,7 @@ def _keep(folder: Path, rest: bytes) -> Path:
 def _finish_salvage(folder: Path) -> None:
     """Put the salvaged journal in place, also one that a killed process has left."""
     if (folder / SALVAGED).exists():
+        # first: SQLite would apply the log of the damaged journal to this one
         for suffix in ("-wal", "-shm"):
             (folder / f"{DATABASE}{suffix}").unlink(missing_ok=True)
         (folder / SALVAGED).replace(folder / DATABASE)

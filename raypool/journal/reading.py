@@ -172,6 +172,7 @@ def results_of(
 def _rows(entries: Sequence[ItemRecord], values: Sequence[Any]) -> list[Row]:
     return [
         (
+            # not `isinstance`: an `Unopened` value is whole, only this process cannot open it
             row_of(entry.stored)
             if entry.stored is not None and type(value) is not Damaged  # else it runs again
             else Row("missing")
@@ -194,7 +195,7 @@ def saved_items(folder: Path, others: Container[str]) -> list[Any]:
     """Return the readable items of a run whose keys are not among others."""
     try:
         entries = entries_of(read_contents(folder))
-    except JournalError:
+    except JournalError:  # they only make a warning clearer
         return []
     items = opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
     return [item for item in items if not isinstance(item, Damaged)]
@@ -427,7 +428,7 @@ def _runs_in(folder: Path) -> list[str]:
     """Return the names of the runs that are folders of this one."""
     try:
         return sorted(path.name for path in folder.iterdir() if (path / DATABASE).exists())
-    except OSError:
+    except OSError:  # the names are only a hint
         return []
 
 
@@ -626,11 +627,12 @@ class JournalTail:
                 bare(self._path) as is_bare,
                 (_open_still if is_still and is_bare else _open_beside)(self._path) as connection,
             ):
+                # with the last known one, to see whether it is still the same
                 new = {
                     table: read(connection, table, rows[-1][0] - 1 if rows else 0)
                     for table, rows in contents.items()
                 }
-        except (OSError, *UNREADABLE):
+        except (OSError, *UNREADABLE):  # the caller then reads all, which tells what is wrong
             return False
         if any(new[table][:1] != rows[-1:] for table, rows in contents.items() if rows):
             return False
@@ -670,7 +672,7 @@ def _feed_of(folder: Path, keys: Sequence[str], runs: Mapping[str, range]) -> Fe
     lost: dict[Path, int] = {}
     try:
         there = {path.name for path in (folder / "items").iterdir()}
-    except OSError:
+    except OSError:  # no item has kept anything
         return feed
     is_still_written = any(map(is_in_use, (folder, *parts_of(folder))))
     for index, key in enumerate(keys):
@@ -697,7 +699,7 @@ def _reports_of(
     """Return the reports of an item, with this index, and the count of unreadable lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
+    except OSError:  # it has reported nothing
         return [], 0
     if is_still_written:
         lines.pop()  # the end of the last line may follow

@@ -194,7 +194,7 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     said = _said(stored.body)
     try:
         opened = get_back(StoredAt(None, *stored[6:10]), run_dir, stored.key)
-    except Damaged:
+    except Damaged:  # its text is in the row
         opened = None
     if isinstance(opened, BaseException):
         error = opened

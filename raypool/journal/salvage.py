@@ -29,6 +29,7 @@ def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
+        # the byte before has the length of the row's header
         found = _row_at(data, position - 1, seen)
         if found is not None:
             yield found
@@ -91,7 +92,7 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
         else:
             try:
                 columns.append(raw.decode())
-            except UnicodeDecodeError:
+            except UnicodeDecodeError:  # other bytes, which only begin like a row
                 return None
     return columns, position
 
