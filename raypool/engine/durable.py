@@ -596,7 +596,12 @@ class Recorder:
             while not self._is_over():
                 self._take()
                 self._write()
-                self._pause_s = WATCHED_S if self._is_watched() else SAID_S
+                try:
+                    is_watched = self._watched is not None and self._watched.look()
+                except Exception:  # raypool's own mistake, which must not end the loop
+                    logger.exception("%s cannot be watched any more; it continues.", self._label)
+                    self._watched, is_watched = None, False
+                self._pause_s = WATCHED_S if is_watched else SAID_S
         except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
             self._give_up(error)
         finally:
@@ -607,14 +612,6 @@ class Recorder:
             self._provenance.join()
             with contextlib.suppress(Exception):  # all that counts was written before, or given up
                 self._journal.close()
-
-    def _is_watched(self) -> bool:
-        try:
-            return self._watched is not None and self._watched.look()
-        except Exception:  # raypool's own mistake, which must not end the loop
-            logger.exception("%s cannot be watched any more; it continues.", self._label)
-            self._watched = None
-            return False
 
     def _is_over(self) -> bool:
         if self._tell is None:

@@ -166,27 +166,16 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     if outcome.status == "finished":
         place = put_away(outcome.value, f"value-{stem}", folder)
     elif outcome.error is not None:
-        place = StoredAt(body=described(outcome.error))
+        text, place = described(outcome.error), StoredAt()
         if outcome.status == "failed":
-            place = _put_error(outcome.error, place, stem, folder)
+            with contextlib.suppress(SerializationError):  # its text has to do
+                place = put_away(Portable(outcome.error), f"error-{stem}", folder)
+        place = place._replace(body=text)
     else:
         place = StoredAt(body=_fitting({"text": outcome.words or ""}))
     host = None if outcome.host is None else _clean(outcome.host)[:255]
     times = (outcome.started_at, outcome.duration_s, outcome.worker, outcome.gpu, host)
     return (outcome.key, run, outcome.attempt, outcome.status, *place, *times)
-
-
-def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -> StoredAt:
-    """Store an exception itself if it can be pickled, beside its text."""
-    try:
-        data = dump(Portable(error))
-    except SerializationError:
-        return place
-    if len(data) <= MAX_PICKLE_BYTES:
-        return place._replace(pickled=data)
-    make_folder(folder)
-    write_file(folder / f"error-{stem}.pkl", data)
-    return place._replace(file=f"error-{stem}.pkl", size=len(data), digest=digest(data))
 
 
 def error_of(stored: Stored, run_dir: Path) -> BaseException:
