@@ -28,6 +28,7 @@ MAX_LINES = 10
 MAX_LINE = 500
 """An error carries the last lines that its task printed: this many, of this many characters."""
 
+# `print` writes each argument, space and line end by itself: a line may take many writes
 KEPT_WRITES = 50 * MAX_LINES
 KEPT_TEXT = MAX_LINES * MAX_LINE
 
@@ -319,7 +320,7 @@ class Forwarder:
         """Let loggers make the records that the driver's take: lower their levels if necessary."""
         for name, (own, changed) in self._changed.items():
             logger = logging.getLogger(name)
-            if logger.level == changed:
+            if logger.level == changed:  # else the user's code has set another one since
                 logger.setLevel(own)
         self._changed.clear()
         for name, level in levels.by_name.items():
@@ -408,6 +409,7 @@ class Records:
             if self._thread is None or self._thread is threading.current_thread():
                 return
             self._arrived.put(handed_out)
+        # bounded: a handler that hangs must not keep a pool from closing
         handed_out.wait(WAIT_S)
 
     def _work(self) -> None:

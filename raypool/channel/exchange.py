@@ -94,6 +94,7 @@ class Exchange:
                 self._numbers[queue][worker_id] = number
                 self._now_knows(queue, worker_id)
         rung = self._rung.setdefault(worker_id, asyncio.Event())
+        # without a limit: the thread of the worker that asks does nothing else
         await rung.wait()
         rung.clear()
         return self._news.pop(worker_id, [])
@@ -246,6 +247,7 @@ class Shelf:
         watcher = self._watchers.get(number)
         if watcher is None:
             return None
+        # without a limit: `unwatch` rings, too
         await watcher.rung.wait()
         watcher.rung.clear()
         changed, watcher.changed = watcher.changed, []
@@ -256,6 +258,7 @@ class Shelf:
             watcher.changed.append(key)
             watcher.rung.set()
             if len(watcher.changed) > MAX_CHANGES:
+                # one that is only slow hears of it at its next call: see `ValueStore`
                 del self._watchers[number]
 
 
@@ -301,6 +304,7 @@ class LocalExchange:
                 getattr(self._exchange, method)(*args), self._loop
             )
         try:
+            # in pieces, so that a task that waits here can be cancelled
             while not concurrent.futures.wait([future], LOOK_AGAIN_S).done:
                 pass
             return future.result()
@@ -314,6 +318,7 @@ class LocalExchange:
 
         def live() -> None:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                # after it the runner cancels what still waits: see `ask`
                 runner.run(ended.wait())
 
         threading.Thread(target=live, name="raypool-exchange", daemon=True).start()

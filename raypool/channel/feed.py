@@ -131,6 +131,7 @@ class Spool:
 
     def __init__(self) -> None:
         self._segment: TemporaryFile | None = None  # one open file for all
+        # each piece has its own place in the file; reentrant, as the lock of `Feed`
         self._lock = threading.RLock()
 
     def add(self, data: bytes) -> FileBytes | bytes:
@@ -411,6 +412,7 @@ class Holder(Protocol):
     feed: Feed | None
 
 
+# two threads must not make two feeds for one holder; reentrant, as the lock of `Feed`
 _making = threading.RLock()
 
 

@@ -95,7 +95,7 @@ def samples_in(run_dir: Path) -> list[GpuSample]:
     """Return the samples in a run's folder, as far as they can be read."""
     try:
         lines = (run_dir / GPU_USAGE).read_bytes().splitlines()
-    except OSError:
+    except OSError:  # a short loop has none
         return []
     samples = []
     for line in lines:

@@ -184,6 +184,7 @@ class Outbox:
     def _take(self) -> tuple[int, bytes]:
         entries: list[Entry] = []
         size = 0
+        # not until it is empty: a thread that prints without pause would keep this from ending
         for _ in range(self._entries.qsize()):
             entry = self._entries.get_nowait()  # nobody else takes any
             if entry[0] == "latest":
@@ -213,7 +214,7 @@ class Outbox:
             if batch:
                 self._deliver(number, batch)
                 self._sending = 0, b""
-                self._closed.wait(INTERVAL_S)
+                self._closed.wait(INTERVAL_S)  # not a sleep, which `close` could not end
 
     def _deliver(self, number: int, batch: bytes) -> None:
         while not self._closed.is_set():
@@ -226,7 +227,7 @@ class Outbox:
                     logger.warning(
                         "Reports and output of tasks could not be sent: %r. Retrying.", error
                     )
-                self._closed.wait(RETRY_S)
+                self._closed.wait(RETRY_S)  # likewise
             else:
                 self._gets_through = True
                 return
@@ -374,6 +375,7 @@ class Hub:
             for worker_id, early in self._early.items():
                 self._advance(worker_id, max(early, default=0))
             self._changed.notify_all()
+        # the last log lines come before the end of the pool; a handler may need the lock
         self.records.wait()
 
     def _has_come(self, worker_id: int, number: int) -> bool:
@@ -383,6 +385,7 @@ class Hub:
 
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
+            # bounded: a batch may be lost, and then those behind it count without it
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
                 self._advance(worker_id, number)
             if self._awaited.get(worker_id, 0) <= number:

@@ -697,7 +697,7 @@ class QueueOwner:
                 # a listener that closes the queue must not wait for itself
                 is_own = threading.current_thread() is self._server
                 while self._listeners and not is_own and (self.values or self._is_handing_out):
-                    self._emptied.wait(LOOK_AGAIN_S)
+                    self._emptied.wait(LOOK_AGAIN_S)  # in pieces, as in `put`
                 self._end_listening()
 
     def abandon(self) -> None:

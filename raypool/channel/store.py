@@ -274,6 +274,7 @@ def _own_exchange() -> ExchangeClient:
     return LocalExchange()
 
 
+# a forked child needs another one: the thread of this one stays behind
 os.register_at_fork(after_in_child=_own_exchange.cache_clear)
 
 

@@ -26,7 +26,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._counts: dict[int, Bytes] = {}  # by place
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # no sum is lost when two threads add at once
 
     def add(self, place: int, sent_bytes: int, received_bytes: int) -> None:
         """Count bytes to and from the worker in a place."""

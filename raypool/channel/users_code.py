@@ -120,7 +120,7 @@ def folder_of(module: str) -> Path | None:
         # within a package only if that is imported: else `find_spec` would import it
         if spec is None or (package in sys.modules and importlib.util.find_spec(module) is None):
             return None
-    except (ImportError, ValueError):
+    except (ImportError, ValueError):  # its parent is no package, or it is a script, without a spec
         return None
     places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
     return Path(places[0]).parent
@@ -162,7 +162,11 @@ class Project:
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
         with self._lock:
-            before, after = _sorted_folders(tuple(sys.path), _here() if "" in sys.path else None)
+            here = None
+            if "" in sys.path:
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+                    here = os.getcwd()  # noqa: PTH109
+            before, after = _sorted_folders(tuple(sys.path), here)
             versions = self._modules.versions()
             argv = tuple(sys.argv)
             newest = self._newest
@@ -172,14 +176,6 @@ class Project:
                     newest.number + 1, newest.host, before, after, versions, argv
                 )
             return self._newest
-
-
-def _here() -> str | None:
-    """Return the current folder; None if somebody has removed it."""
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        return None
 
 
 @functools.lru_cache(8)
@@ -284,7 +280,7 @@ def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
     try:
         with Path(file).open("rb") as opened:
             about, source = os.fstat(opened.fileno()), opened.read()
-    except OSError:
+    except OSError:  # removed since it was imported
         return None
     digest = _digest(source) if _is_as_loaded(module, about, source) else b""
     stat, version = (about.st_mtime_ns, about.st_size), Version(digest, reloads)
@@ -309,7 +305,7 @@ def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes
         return True
     try:
         compiled = Path(cached).read_bytes()
-    except OSError:
+    except OSError:  # Python may not have been allowed to write it
         return True
     flags, seconds, size = (
         int.from_bytes(compiled[start : start + 4], "little") for start in (4, 8, 12)
@@ -317,6 +313,7 @@ def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes
     if (
         flags
         or (seconds, size) == (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
+        # then Python could not renew it, and it may be of an older source
         or not os.access(cached, os.W_OK)
     ):
         return True
@@ -361,7 +358,7 @@ def _is_edited(known: Loaded) -> bool:
     """Return whether the file of a module has changed since it was loaded."""
     try:
         about = os.stat(str(known.module.__file__))  # noqa: PTH116 - for each call
-    except OSError:
+    except OSError:  # removed: what is loaded still counts
         return False
     return (about.st_mtime_ns, about.st_size) != known.stat
 
@@ -397,6 +394,7 @@ class Follower:
                 *others,
                 *(entry for entry in snapshot.after if entry not in own),
             ]
+        # a module may have been written since this process looked into its folder
         importlib.invalidate_caches()
 
     def outdated(self) -> list[types.ModuleType]:

@@ -290,6 +290,7 @@ class Driver:
             logger.exception("The end of a pool whose driver failed was not clean.")
 
     def _close(self) -> None:
+        # the works last: whoever they wake finds no worker, and a pool that is closed
         with contextlib.ExitStack() as steps:  # the last first, each whatever the others raise
             steps.callback(self._end_works)
             steps.callback(self._take_no_more)
@@ -299,6 +300,7 @@ class Driver:
             steps.callback(self._backend.close)
 
     def _take_no_more(self) -> None:
+        # both: whoever looks at `closed` under one of them must not miss the end
         with self._submit_lock, self.arrivals.lock:
             chores = []
             while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
@@ -384,7 +386,7 @@ class Driver:
         if worker is None:
             return  # it was given up before
         self._losses.words = words or event.reason.value
-        if isinstance(words, Refusal):
+        if isinstance(words, Refusal):  # further tries would fail, too: nobody need wait for them
             self.arrivals.note_failed(worker.place, words)
         self._bury(worker, event.reason, turn, event.was_idle)
 

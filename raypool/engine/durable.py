@@ -74,7 +74,7 @@ class RunPart(os.PathLike[str]):
         make_folder(run_dir / "items")
         # only the journal has one writer; what items keep, whoever runs them next finds
         for shared in ("items", GPU_USAGE):
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):  # a job that was requeued finds it
                 (self.folder / shared).symlink_to(f"../../{shared}")
 
     def __fspath__(self) -> str:
@@ -153,6 +153,7 @@ class DurableLoop(LoopWork):
         self.keys += [self._name(item, index) for index, item in enumerate(items)]
         numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         try:
+            # sorted: items with consecutive positions share a row
             self._journal.note_items(
                 (self.keys[index], index, items[index]) for index in sorted(numbers)
             )
@@ -335,7 +336,11 @@ class DurableLoop(LoopWork):
         if result.catch_up is not None:
             result.catch_up()
         before = piece.start - result.start
-        values = _values_of(piece, result)  # here: opening them may take long
+        try:  # here: opening them may take long
+            values = result.values_of(piece.start, piece.stop)
+        except BaseException as caught:  # the user's code may raise SystemExit when it is unpickled
+            lost = TaskError(f"A value cannot be opened: {type(caught).__name__}: {caught}")
+            values = [Missing(lost)] * (piece.stop - piece.start)
         opened = replace(result, values=LocalValues(values), offset=-before, catch_up=None)
         errors = self._errors_of(piece, result, worker)
         starts = islice(accumulate(result.durations_s, initial=result.started_at), before, None)
@@ -440,14 +445,6 @@ def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
         for name, value in (fields_of(item) or {}).items():
             found.setdefault(column_name(name), {})[short_repr(value)] = None
     return found
-
-
-def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    try:
-        return result.values_of(piece.start, piece.stop)
-    except BaseException as error:  # the user's code may raise SystemExit when it is unpickled
-        lost = TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
-        return [Missing(lost)] * (piece.stop - piece.start)
 
 
 # --- recorder -------------------------------------------------------------------------------------
@@ -599,24 +596,22 @@ class Recorder:
             while not self._is_over():
                 self._take()
                 self._write()
-                self._pause_s = WATCHED_S if self._is_watched() else SAID_S
+                try:
+                    is_watched = self._watched is not None and self._watched.look()
+                except Exception:  # raypool's own mistake, which must not end the loop
+                    logger.exception("%s cannot be watched any more; it continues.", self._label)
+                    self._watched, is_watched = None, False
+                self._pause_s = WATCHED_S if is_watched else SAID_S
         except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
             self._give_up(error)
         finally:
             with contextlib.suppress(Exception):  # the journal is to be closed in any case
                 if self._watched is not None:
                     self._watched.close()
+            # it writes into the folder, which is this run's only while the journal is open
             self._provenance.join()
             with contextlib.suppress(Exception):  # all that counts was written before, or given up
                 self._journal.close()
-
-    def _is_watched(self) -> bool:
-        try:
-            return self._watched is not None and self._watched.look()
-        except Exception:  # raypool's own mistake, which must not end the loop
-            logger.exception("%s cannot be watched any more; it continues.", self._label)
-            self._watched = None
-            return False
 
     def _is_over(self) -> bool:
         if self._tell is None:
@@ -839,7 +834,7 @@ def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[tuple[int
     """Yield what an item has reported in a run, or in all, as far as can be read, and the runs."""
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except OSError:  # it has reported nothing
         return
     for line in lines:
         found = report_in(line, item)

@@ -149,7 +149,7 @@ class Engine:
         self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
         self._lock = threading.Lock()  # of the functions: any thread submits
-        self._size_lock = threading.Lock()
+        self._size_lock = threading.Lock()  # one thread at a time adds or removes workers
         self.is_closing = False
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -407,6 +407,7 @@ class Engine:
         if not self.driver.closed.is_set():
             self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
         if wait and not self.driver.is_own_thread and not in_task():
+            # without a limit: work may take long, and a driver that fails sets it, too
             self.driver.closed.wait()
 
 
@@ -422,6 +423,7 @@ def _forget_all() -> None:
             " that. Start it with spawn (multiprocessing.get_context('spawn')), or open a pool"
             " here: parpool(profile='threads')."
         )
+        # a new one: another thread may have held the lock in the old one
         engine.driver.closed = threading.Event()
         engine.driver.closed.set()
     _engines.clear()
@@ -553,29 +555,19 @@ def submit_call(
         PoolClosedError: The pool was shut down.
     """
     function = fn if isinstance(fn, Function) else engine.function(fn)
-    work = _call_work(engine, function, args, kwargs, options)
-    if options.checkpoints is not None and function is not fn:
-        # imported late: only calls with checkpoints need it
-        from raypool.journal.keys import content_key
-
-        key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
-        work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
-    engine.driver.submit(work, options.spec(work.function.fn_id, where), work.future)
-    return work.future
-
-
-def _call_work(
-    engine: Engine,
-    function: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> CallWork:
     pack, name = engine.backend.pack, function.name
     try:
         call = pack([(args, kwargs)], f"the arguments of {name}")
     except SerializationError:
-        for key, value in [*enumerate(args), *kwargs.items()]:
-            pack(value, f"argument {key!r} of {name}")  # raises the error that names it
+        for place, value in [*enumerate(args), *kwargs.items()]:
+            pack(value, f"argument {place!r} of {name}")  # raises the error that names it
         raise
-    return CallWork(function, call, Future(options.name or name), options.retry_on)
+    work = CallWork(function, call, Future(options.name or name), options.retry_on)
+    if options.checkpoints is not None and function is not fn:
+        # imported late: only calls with checkpoints need it
+        from raypool.journal.keys import content_key
+
+        key = content_key((fn, args, kwargs), f"the call of {name}")
+        work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
+    engine.driver.submit(work, options.spec(function.fn_id, where), work.future)
+    return work.future

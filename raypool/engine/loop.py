@@ -42,12 +42,6 @@ CALLS_KEPT = 3
 """Of each worker: the call that has just come back, the one that it is at, and the next one."""
 
 
-def _own(item: Any) -> Any:
-    """Return a copy of an item that a generator may yield again, changed."""
-    how = COPIES.get(f"{type(item).__module__}.{type(item).__name__}")
-    return item if how is None else getattr(item, how)()
-
-
 class Segment(NamedTuple):
     """Outcomes of a slice of a loop that came back together."""
 
@@ -235,7 +229,10 @@ class LoopWork:
     def append(self, item: Any) -> int:
         """Take one more item, without queueing it; return its number."""
         items = cast("list[Any]", self.items)
-        item = _own(item)
+        # a copy: a generator may yield the same object again, changed
+        how = COPIES.get(f"{type(item).__module__}.{type(item).__name__}")
+        if how is not None:
+            item = getattr(item, how)()
         if self.home is not None:
             self.keys.append(self._name(item, len(items)))
         items.append(item)

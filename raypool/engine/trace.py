@@ -27,7 +27,7 @@ class TraceWriter:
     def __call__(self, now: float, event: m.Event) -> None:
         """Write one event."""
         self._file.write(encode(now, event) + "\n")
-        self._file.flush()
+        self._file.flush()  # at once: the next thing may be a crash, which it is to explain
 
     def close(self) -> None:
         """Close the file."""

@@ -182,7 +182,7 @@ def dump(value: Any) -> bytes:
         return data
     try:
         return data + cloudpickled(value)
-    except SerializationError:
+    except SerializationError:  # then it can be opened only where the script is
         return data
 
 

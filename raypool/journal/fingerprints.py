@@ -146,16 +146,11 @@ def _parts(root: FunctionType | type) -> Iterator[Part]:
                 if not key.startswith("__") and (plain := _entry(value)):
                     yield f"{name}.{key}", plain
         for function in functions.values():
-            left += _held(function)
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a variable that has no value yet
+                    left.append(cell.cell_contents)
             for variable, entry in _variables(function, left):
                 yield prefix + variable, entry
-
-
-def _held(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function captures of the functions around it."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
-            yield cell.cell_contents
 
 
 def _variables(function: FunctionType, code: deque[Any]) -> Iterator[Part]:

@@ -23,6 +23,7 @@ from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
 from raypool.journal.reading import new_rows, parts_of, positions_of, rows_of_parts
 from raypool.journal.rows import (
+    COUNTS,
     DATABASE,
     NOWHERE,
     PARTS,
@@ -39,10 +40,6 @@ from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, order_ro
 from raypool.worker.folders import write_file
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
-
-COUNTS = frozenset({"finished", "failed"})
-"""Statuses that are outcomes of an item; others only describe attempts."""
-
 
 NO_LOG = (-1, -1)
 """The identity of a write-ahead log that has to be opened again."""
@@ -240,7 +237,7 @@ class Journal:
             failed: list[tuple[Outcome, Exception]] = []
             try:
                 self._look_after_log()
-            except OSError as error:
+            except OSError as error:  # there is no file to write to, for any of them
                 return [(outcome, error) for outcome in outcomes]
             for outcome in outcomes:
                 try:
@@ -300,17 +297,17 @@ class Journal:
 
     def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
         try:
-            missing = {
-                table: [row for row in entries if not self._has(table, row[0])]
-                for table, entries in rows.items()
-            }
+            missing: dict[str, list[Row]] = {}
+            for table, entries in rows.items():
+                command = f"SELECT 1 FROM {table} WHERE n = ?"
+                missing[table] = [
+                    row
+                    for row in entries
+                    if self._connection.execute(command, row[:1]).fetchone() is None
+                ]
         except sqlite3.Error as error:
             raise _as_os_error(error, self.run_dir) from error
         self._insert(missing)
-
-    def _has(self, table: str, number: int) -> bool:
-        found = self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,))
-        return found.fetchone() is not None
 
     def _insert(self, rows: dict[str, list[Row]]) -> None:
         """Add rows in one transaction.
@@ -366,7 +363,7 @@ class Journal:
             "Another program removed the log of %s, which is in use; the journal is reopened.",
             self._database,
         )
-        self._log = NO_LOG
+        self._log = NO_LOG  # until it is open: after an error here, the next write tries again
         try:
             self._connection.close()
             self._connection = connect(self._database)
@@ -387,7 +384,7 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):  # all rows are in the log, if not in the file
                 self._connection.close()
             closed(self._opened)
-            self._lock.release()
+            self._lock.release()  # last: from here on another process may open it
 
     def __enter__(self) -> Self:
         return self
@@ -412,6 +409,7 @@ def take_parts(folder: Path, connection: sqlite3.Connection, contents: Contents)
     if not (folder / PARTS).exists():
         return
     with contextlib.ExitStack() as locks:
+        # nobody may write a part while its rows move
         for part in parts_of(folder):
             locks.callback(RunLock(part).release)
         rows = new_rows(rows_of_parts(folder), contents)
@@ -423,6 +421,7 @@ def take_parts(folder: Path, connection: sqlite3.Connection, contents: Contents)
         except sqlite3.Error as error:
             raise cannot_write(folder, error) from error
         contents["attempts"] += rows
+        # only now; parts that stay after a crash give no row twice: see `new_rows`
         shutil.rmtree(folder / PARTS, ignore_errors=True)
 
 

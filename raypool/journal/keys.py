@@ -417,7 +417,12 @@ class FunctionSource(NamedTuple):
     @staticmethod
     def of(fn: Any) -> FunctionSource:
         """Find out where a function is defined."""
-        (args, keywords), inner = _arguments(fn)
+        args: tuple[Any, ...] = ()
+        keywords: dict[str, Any] = {}
+        inner = fn
+        while isinstance(inner, functools.partial):
+            args, keywords = (*inner.args, *args), {**inner.keywords, **keywords}
+            inner = inner.func
         named = getattr(inner, "__module__", None) or type(inner).__module__
         module = sys.modules.get(named)
         file = getattr(module, "__file__", None)
@@ -493,16 +498,6 @@ def _pickled(fn: Any) -> bytes | None:
     return file.getvalue()
 
 
-def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return the arguments from partials, by position and by name, and the function."""
-    args: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}
-    while isinstance(fn, functools.partial):
-        args, keywords = (*fn.args, *args), {**fn.keywords, **keywords}
-        fn = fn.func
-    return (args, keywords), fn
-
-
 def _held(fn: Any, *outer: Any) -> list[Any]:
     """Return the captured values of a function, and of functions among these.
 
@@ -532,5 +527,5 @@ def _key_of(find: Callable[[], list[Any]]) -> str | None:
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):
             return None
         return content_key(values, "it")
-    except Exception:
+    except Exception:  # a variable without a value yet, or what the user's classes raise
         return None

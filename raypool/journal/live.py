@@ -98,7 +98,13 @@ class WatchedRun:
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
-            self._look_for_watchers(now)
+            with contextlib.suppress(OSError):  # nobody has watched this run yet
+                touched_ns = (self._folder / "wanted").stat().st_mtime_ns
+                # a change counts, and not the time: machines' clocks differ
+                is_left = self._touched_ns is None and time.time() - touched_ns / 1e9 > FRESH_S
+                if touched_ns != self._touched_ns and not is_left:
+                    self._wanted_until = now + FRESH_S
+                self._touched_ns = touched_ns
         if now >= self._wanted_until:
             return False
         if now >= self._write_at:
@@ -117,17 +123,6 @@ class WatchedRun:
                 self._record(request, outcome)
         return True
 
-    def _look_for_watchers(self, now: float) -> None:
-        try:
-            touched_ns = (self._folder / "wanted").stat().st_mtime_ns
-        except OSError:
-            return
-        # a change counts, and not the time: machines' clocks differ
-        is_left = self._touched_ns is None and time.time() - touched_ns / 1e9 > FRESH_S
-        if touched_ns != self._touched_ns and not is_left:
-            self._wanted_until = now + FRESH_S
-        self._touched_ns = touched_ns
-
     def close(self) -> None:
         """Answer what is left after the end of the loop, and remove its live state."""
         for request in [*self._pending, *self._new_requests()]:
@@ -141,8 +136,9 @@ class WatchedRun:
         try:
             if distrust(self._folder) or distrust(folder):
                 return
+            # names that begin with a dot are files that are still being written
             paths = sorted(folder.glob("[!.]*.json"))
-        except OSError:
+        except OSError:  # nobody has asked for anything yet
             return
         for path in paths:
             outcome = ""
@@ -174,6 +170,7 @@ def read_request(path: Path) -> Request:
         OSError: It cannot be read.
         ValueError: It is none, or belongs to another user.
     """
+    # somebody may have put a link there, or a pipe, which would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -270,7 +267,7 @@ def actions_in(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the actions that were asked for, the oldest first, each with its "outcome"."""
     try:
         lines = (Path(run_dir) / "actions.jsonl").read_bytes().splitlines()
-    except OSError:
+    except OSError:  # there were none
         return []
     actions = []
     for line in lines:
@@ -312,6 +309,7 @@ def notes_in(run_dir: Path) -> dict[str, Note]:
             str(key): {"star": bool(note["star"]), "text": str(note["text"])}
             for key, note in notes.items()
         }
+    # there are none yet, or somebody has edited the file
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

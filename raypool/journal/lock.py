@@ -50,6 +50,7 @@ class RunLock:
 
     def __init__(self, folder: Path, name: str = "journal.lock") -> None:
         self._path = folder / name
+        # not through a link: the file that it leads to would be overwritten
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -94,6 +95,7 @@ class RunLock:
                     f"{folder} is in use by {holder}. Wait until it ends, or use another folder.",
                     run_dir=str(folder),
                 ) from None
+            # a file system without locks: that is no reason to refuse the run
             logger.warning(
                 "%s cannot be locked (%s): make sure that no other process uses it.",
                 folder,
@@ -102,6 +104,7 @@ class RunLock:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         self.outcomes_before = noted_outcomes(folder, self._path.name)
         self._note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        # the old number: if this process is killed before it writes, the loss still shows
         self._write({**self._note, "outcomes": self.outcomes_before})
 
     def release(self) -> None:
@@ -124,6 +127,7 @@ def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
     """Return the number of outcomes that a folder's current or killed user noted, or 0."""
     try:
         return int(json.loads((folder / name).read_bytes())["outcomes"])
+    # nobody has used it, or its last user has released it
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -132,7 +136,7 @@ def is_in_use(folder: Path, name: str = "journal.lock") -> bool:
     """Whether a process uses a folder, or was killed while it did."""
     try:
         return (folder / name).stat().st_size > 0
-    except OSError:
+    except OSError:  # nobody has ever locked it
         return False
 
 
@@ -185,6 +189,7 @@ Identity: TypeAlias = "tuple[int, int]"
 """Device and inode, which identify a file under any name."""
 
 _written: set[Identity] = set()
+# for `_written`, also held while a file is read without SQLite, or opened with it
 _mutex = threading.RLock()
 
 

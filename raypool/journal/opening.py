@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from raypool.errors import JournalError
-from raypool.journal.rows import DATABASE
+from raypool.journal.rows import COUNTS, DATABASE
 from raypool.journal.salvage import carve
 from raypool.journal.schema import (
     APPLICATION_ID,
@@ -76,6 +76,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
     try:
         _finish_salvage(folder)
         rest = log_of(folder / DATABASE)  # before SQLite removes it
+        # SQLite would make it readable by others
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -124,6 +125,8 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open a database so that committed rows survive crashes and power cuts."""
+    # Transactions are begun by hand. The user's thread opens it, and the recorder's writes; another
+    # program may hold SQLite's locks for a moment.
     connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -209,13 +212,18 @@ def read_all(connection: sqlite3.Connection) -> Contents:
     return {table: read(connection, table) for table in TABLES}
 
 
+def with_found(contents: Contents, rest: bytes) -> Contents:
+    """Return these rows, and those of the log that are uncommitted, or behind a damaged page."""
+    rows = [(table, row) for table, entries in contents.items() for row in entries]
+    found = list(carve(rest, frozenset(checksum(table, row) for table, row in rows)))
+    return gathered([*rows, *found]) if found else contents
+
+
 def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
-    """Add the rows of the log that were not committed, or are behind a damaged page."""
-    known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
-    found = list(carve(rest, known))
-    if not found:
+    """Write those rows of the log into the tables."""
+    both = with_found(contents, rest)
+    if both is contents:
         return
-    both = gathered([*((table, row) for table, rows in contents.items() for row in rows), *found])
     lost = lost_of(both)
     both = renumbered(both)
     if any(both[table][: len(rows)] != rows for table, rows in contents.items()):
@@ -278,7 +286,7 @@ def what_is_lost(lost: dict[str, int]) -> str:
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     """Describe the damage of a journal's file, and the part that could be read."""
-    count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
+    count = len({row[1] for row in contents["attempts"] if row[4] in COUNTS})
     # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
@@ -311,11 +319,13 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
     Raises:
         JournalError: It was made by a newer raypool, or is not a journal at all.
     """
+    # zeros between: the end of one file and the beginning of the other are no row
     contents = gathered(carve(data + bytes(16) + rest))
     newest = max((row[4] for row in contents["runs"]), default=None)
     # in SQLite's header: PRAGMA user_version, and PRAGMA application_id
     version = int.from_bytes(data[60:64], "big")
     is_ours = int.from_bytes(data[68:72], "big") == APPLICATION_ID
+    # a greater number is damage
     if newest is None and is_ours and SCHEMA < version < 1000:
         newest = version
     if newest is not None and newest > SCHEMA:
@@ -362,6 +372,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
         # its log is not renamed with it; on a full disk this raises, where closing would not
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     kept = _keep(folder, rest)
+    # from here on readers take this one, and the next writer finishes if this process is killed
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
@@ -388,6 +399,7 @@ def _keep(folder: Path, rest: bytes) -> Path:
 def _finish_salvage(folder: Path) -> None:
     """Put the salvaged journal in place, also one that a killed process has left."""
     if (folder / SALVAGED).exists():
+        # first: SQLite would apply the log of the damaged journal to this one
         for suffix in ("-wal", "-shm"):
             (folder / f"{DATABASE}{suffix}").unlink(missing_ok=True)
         (folder / SALVAGED).replace(folder / DATABASE)

@@ -63,7 +63,7 @@ def record(run_dir: Path, run: int, source: FunctionSource) -> None:
         make_folder(folder)
         if (code := about.get("code")) is not None:
             about["code"] = code.as_json()
-            if code.diff:
+            if code.diff:  # first: the other file names it
                 write_file(folder / f"{code.name}.diff", code.diff)
         write_file(folder / f"{run}.json", json.dumps(about, indent=1).encode())
 
@@ -202,7 +202,7 @@ def _git(folder: Path, deadline: float, *words: str) -> bytes | None:
         return None
 
     def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(process.pid, signal.SIGKILL)  # also children, which may have its pipe
 
     alarm = threading.Timer(max(deadline - time.monotonic(), 0.0), end)

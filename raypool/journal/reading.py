@@ -29,7 +29,6 @@ from raypool.journal.opening import (
     Contents,
     DamagedError,
     check_beginning,
-    gathered,
     is_damage,
     log_of,
     lost_of,
@@ -37,10 +36,12 @@ from raypool.journal.opening import (
     read_all,
     rescued,
     what_is_left,
+    with_found,
 )
 from raypool.journal.plain import decode
 from raypool.journal.provenance import calls_of
 from raypool.journal.rows import (
+    COUNTS,
     DATABASE,
     PARTS,
     Stored,
@@ -51,8 +52,7 @@ from raypool.journal.rows import (
     row_of,
     words_of,
 )
-from raypool.journal.salvage import carve
-from raypool.journal.schema import TABLES, checksum, num_missing, numbers_of, read
+from raypool.journal.schema import TABLES, num_missing, numbers_of, read
 from raypool.journal.schema import Row as Entry
 from raypool.journal.trials import STUDY, trials_in
 from raypool.results import Miss, Results, Row, collector_paused, run_name
@@ -172,6 +172,7 @@ def results_of(
 def _rows(entries: Sequence[ItemRecord], values: Sequence[Any]) -> list[Row]:
     return [
         (
+            # not `isinstance`: an `Unopened` value is whole, only this process cannot open it
             row_of(entry.stored)
             if entry.stored is not None and type(value) is not Damaged  # else it runs again
             else Row("missing")
@@ -194,7 +195,7 @@ def saved_items(folder: Path, others: Container[str]) -> list[Any]:
     """Return the readable items of a run whose keys are not among others."""
     try:
         entries = entries_of(read_contents(folder))
-    except JournalError:
+    except JournalError:  # they only make a warning clearer
         return []
     items = opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
     return [item for item in items if not isinstance(item, Damaged)]
@@ -233,7 +234,7 @@ def opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[
 def entries_of(contents: Contents) -> list[ItemRecord]:
     """Return the items of the newest call in its order, then the others."""
     outcomes = map(Stored._make, sorted(contents["attempts"], key=operator.itemgetter(2, 0)))
-    newest = {stored.key: stored for stored in outcomes if stored.status in ("finished", "failed")}
+    newest = {stored.key: stored for stored in outcomes if stored.status in COUNTS}
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
     ordered = [
@@ -427,7 +428,7 @@ def _runs_in(folder: Path) -> list[str]:
     """Return the names of the runs that are folders of this one."""
     try:
         return sorted(path.name for path in folder.iterdir() if (path / DATABASE).exists())
-    except OSError:
+    except OSError:  # the names are only a hint
         return []
 
 
@@ -520,7 +521,9 @@ def _read_once(path: Path) -> Contents:
     for open_one in (_open_copy,) if changes_owner else (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
-                contents = _with_rest(read_all(connection), rest)
+                contents = read_all(connection)
+                if rest:
+                    contents = with_found(contents, rest)
         except UNREADABLE as error:
             failure = error
             continue
@@ -530,15 +533,6 @@ def _read_once(path: Path) -> Contents:
         return contents
     assert failure is not None
     raise failure
-
-
-def _with_rest(contents: Contents, rest: bytes) -> Contents:
-    """Add the rows that only the log has: uncommitted, or behind a damaged page."""
-    if not rest:
-        return contents
-    rows = [(table, row) for table, entries in contents.items() for row in entries]
-    found = list(carve(rest, frozenset(checksum(table, row) for table, row in rows)))
-    return gathered([*rows, *found]) if found else contents
 
 
 @contextlib.contextmanager
@@ -633,11 +627,12 @@ class JournalTail:
                 bare(self._path) as is_bare,
                 (_open_still if is_still and is_bare else _open_beside)(self._path) as connection,
             ):
+                # with the last known one, to see whether it is still the same
                 new = {
                     table: read(connection, table, rows[-1][0] - 1 if rows else 0)
                     for table, rows in contents.items()
                 }
-        except (OSError, *UNREADABLE):
+        except (OSError, *UNREADABLE):  # the caller then reads all, which tells what is wrong
             return False
         if any(new[table][:1] != rows[-1:] for table, rows in contents.items() if rows):
             return False
@@ -664,7 +659,7 @@ def runs_of(contents: Contents) -> dict[str, range]:
     """
     runs: dict[str, range] = {}
     for stored in sorted(map(Stored._make, contents["attempts"]), key=operator.attrgetter("run")):
-        if stored.status in ("finished", "failed"):
+        if stored.status in COUNTS:
             before = runs.get(stored.key, range(1))
             if stored.run not in before:
                 runs[stored.key] = range(before.stop, stored.run + 1)
@@ -677,7 +672,7 @@ def _feed_of(folder: Path, keys: Sequence[str], runs: Mapping[str, range]) -> Fe
     lost: dict[Path, int] = {}
     try:
         there = {path.name for path in (folder / "items").iterdir()}
-    except OSError:
+    except OSError:  # no item has kept anything
         return feed
     is_still_written = any(map(is_in_use, (folder, *parts_of(folder))))
     for index, key in enumerate(keys):
@@ -704,7 +699,7 @@ def _reports_of(
     """Return the reports of an item, with this index, and the count of unreadable lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
+    except OSError:  # it has reported nothing
         return [], 0
     if is_still_written:
         lines.pop()  # the end of the last line may follow

@@ -227,6 +227,7 @@ def _script(source: FunctionSource) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # before it runs: its dataclasses, say, look for their module there
     sys.modules[source.module] = sys.modules["__main__"] = module
     spec.loader.exec_module(module)
     return module

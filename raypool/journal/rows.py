@@ -39,6 +39,10 @@ PARTS = "parts"
 """The folder with parts of a run: journals of processes elsewhere that run some of its items."""
 
 
+COUNTS = frozenset({"finished", "failed"})
+"""Statuses that are outcomes of an item; others only describe attempts."""
+
+
 class Outcome(NamedTuple):
     """The outcome of an attempt at an item.
 
@@ -162,9 +166,11 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     if outcome.status == "finished":
         place = put_away(outcome.value, f"value-{stem}", folder)
     elif outcome.error is not None:
-        place = StoredAt(body=described(outcome.error))
+        text, place = described(outcome.error), StoredAt()
         if outcome.status == "failed":
-            place = _put_error(outcome.error, place, stem, folder)
+            with contextlib.suppress(SerializationError):  # its text has to do
+                place = put_away(Portable(outcome.error), f"error-{stem}", folder)
+        place = place._replace(body=text)
     else:
         place = StoredAt(body=_fitting({"text": outcome.words or ""}))
     host = None if outcome.host is None else _clean(outcome.host)[:255]
@@ -172,25 +178,12 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     return (outcome.key, run, outcome.attempt, outcome.status, *place, *times)
 
 
-def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -> StoredAt:
-    """Store an exception itself if it can be pickled, beside its text."""
-    try:
-        data = dump(Portable(error))
-    except SerializationError:
-        return place
-    if len(data) <= MAX_PICKLE_BYTES:
-        return place._replace(pickled=data)
-    make_folder(folder)
-    write_file(folder / f"error-{stem}.pkl", data)
-    return place._replace(file=f"error-{stem}.pkl", size=len(data), digest=digest(data))
-
-
 def error_of(stored: Stored, run_dir: Path) -> BaseException:
     """Return the exception of a failed item: itself, or a `TaskError` with its text."""
     said = _said(stored.body)
     try:
         opened = get_back(StoredAt(None, *stored[6:10]), run_dir, stored.key)
-    except Damaged:
+    except Damaged:  # its text is in the row
         opened = None
     if isinstance(opened, BaseException):
         error = opened

@@ -29,6 +29,7 @@ def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
+        # the byte before has the length of the row's header
         found = _row_at(data, position - 1, seen)
         if found is not None:
             yield found
@@ -91,14 +92,17 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
         else:
             try:
                 columns.append(raw.decode())
-            except UnicodeDecodeError:
+            except UnicodeDecodeError:  # other bytes, which only begin like a row
                 return None
     return columns, position
 
 
 def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
     """Yield the possible numbers of the record that begins here; size and number precede it."""
-    written = _varint(size)
+    # as SQLite writes it: seven bits a byte, the highest first
+    written = bytes([size & 0x7F])
+    while size := size >> 7:
+        written = bytes([size & 0x7F | 0x80]) + written
     for length in range(1, 9):
         begin = start - length
         # all bytes of such a number except the last have the high bit
@@ -109,11 +113,3 @@ def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
             for byte in data[begin:start]:
                 value = value << 7 | byte & 0x7F
             yield value
-
-
-def _varint(value: int) -> bytes:
-    """Write a number as SQLite does: seven bits a byte, the highest first."""
-    data = bytes([value & 0x7F])
-    while value := value >> 7:
-        data = bytes([value & 0x7F | 0x80]) + data
-    return data
