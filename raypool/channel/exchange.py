@@ -123,7 +123,8 @@ class Exchange:
         for queue in list(self._unaware):
             self._now_knows(queue, worker_id)
         self._news.pop(worker_id, None)
-        self._rung.pop(worker_id, None)
+        if rung := self._rung.pop(worker_id, None):
+            rung.set()  # its last question would wait here as long as the pool is open
 
     def _now_knows(self, queue: str, worker_id: int) -> None:
         unaware = self._unaware[queue]

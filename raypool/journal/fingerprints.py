@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from raypool.channel.users_code import is_users, variables_of
-from raypool.journal.keys import FunctionSource, content_key
+from raypool.journal.keys import FunctionSource, captured, content_key
 
 PYTHON = f"{sys.implementation.cache_tag} -O{sys.flags.optimize}"
 """The compiler: another one makes other instructions of the same source."""
@@ -146,9 +146,7 @@ def _parts(root: FunctionType | type) -> Iterator[Part]:
                 if not key.startswith("__") and (plain := _entry(value)):
                     yield f"{name}.{key}", plain
         for function in functions.values():
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a variable that has no value yet
-                    left.append(cell.cell_contents)
+            left += captured(function)
             for variable, entry in _variables(function, left):
                 yield prefix + variable, entry
 

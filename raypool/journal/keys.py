@@ -6,6 +6,7 @@ content have the same key. Values of different types differ, even if equal (1, 1
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dataclasses
 import datetime
@@ -221,9 +222,19 @@ def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
     is_found = module is None or found(module, fn.__qualname__) is fn
     if is_found and "<" not in fn.__qualname__:
         return _node("function", _name(fn))
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    held = _canonical((cells, fn.__defaults__, fn.__kwdefaults__), f"what {path} holds", outer)
+    held = _canonical(
+        (captured(fn), fn.__defaults__, fn.__kwdefaults__), f"what {path} holds", outer
+    )
     return _node("function", _name(fn), _code(fn.__code__, path, outer), held)
+
+
+def captured(fn: FunctionType) -> list[Any]:
+    """Return the values that a function captures, of variables that have one yet."""
+    values = []
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has none
+            values.append(cell.cell_contents)
+    return values
 
 
 def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
@@ -504,8 +515,7 @@ def _held(fn: Any, *outer: Any) -> list[Any]:
     Not those functions: their code is compared by itself (`fingerprints`).
     """
     if isinstance(fn, FunctionType):
-        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-        values = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        values = [*captured(fn), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
         held = []
         for value in values:
             if not isinstance(value, FunctionType):
@@ -527,5 +537,5 @@ def _key_of(find: Callable[[], list[Any]]) -> str | None:
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):
             return None
         return content_key(values, "it")
-    except Exception:  # a variable without a value yet, or what the user's classes raise
+    except Exception:  # what the user's classes raise
         return None

@@ -150,7 +150,10 @@ def test_nobody_waits_for_a_worker_that_is_forgotten(monkeypatch: pytest.MonkeyP
         await exchange.forget(2)
         assert await end == {}
         await exchange.join_queue("r", 1)
+        asks = asyncio.create_task(exchange.queue_ends(1, [], 0))
+        await settle()
         await exchange.forget(1)
+        assert await asks == []
         assert await exchange.end_queue("r") == {}
 
     run(scenario())

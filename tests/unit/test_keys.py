@@ -496,6 +496,20 @@ def test_a_function_is_known_by_its_name():
     )
 
 
+def test_a_function_may_capture_what_has_no_value_yet():
+    """As one that is defined before the function that it calls."""
+
+    def inner():
+        return later()
+
+    key = content_key([inner], "item 0")
+
+    def later():
+        return 1
+
+    assert key != content_key([inner], "item 0")
+
+
 def test_a_script_has_the_name_of_its_file(tmp_path, run_python):
     script = tmp_path / "sweep.py"
     script.write_text(
