@@ -161,6 +161,10 @@ class Part(NamedTuple):
     timeout_s: float | None = None
 
 
+class SliceItems(list[Any]):
+    """The items of a slice. Those that hold the same object get one each where they arrive."""
+
+
 class Failure(NamedTuple):
     """An exception in a task, and its traceback as text (None: raised in this process)."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from raypool.channel.feed import Feed, LoopFeed
 from raypool.channel.feed import Row as ReportRow
 from raypool.channel.gpu_usage import GpuSample
-from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, named
+from raypool.channel.records import Function, Part, SliceItems, SliceResult, WorkerInfo, named
 from raypool.core.model import Slice, TaskState
 from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
@@ -376,7 +376,7 @@ class LoopWork:
             if self.sent_as is None
             else [self.sent_as(index) for index in numbers]
         )
-        packed = pack(items, self.describe(piece))
+        packed = pack(SliceItems(items), self.describe(piece))
         checkpoints = None
         if self.home is not None:
             checkpoints = self.home, tuple(map(self.checkpoint_name, self.numbers(piece)))

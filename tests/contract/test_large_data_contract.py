@@ -120,12 +120,25 @@ def test_whoever_gets_an_array_may_change_it_and_nobody_else_sees_that(
     zeros = filled(0, num_bytes)
     constant = pool.constant(zeros)
 
-    assert way(pool, change, [zeros.copy() for _ in range(4)]) == [(2, num_bytes == LARGE)] * 4
+    assert way(pool, change, [zeros] * 4) == [(2, num_bytes == LARGE)] * 4
     assert pool.options(worker=0).parfeval(lambda: change(constant.value)).result(300)[0] == 2
     assert pool.options(worker=1).parfeval(lambda: int(constant.value.max())).result(300) == 0
     assert zeros.max() == 0
     (result,) = way(pool, lambda _: zeros, [0])
     assert change(result) == (2, num_bytes == LARGE)
+
+
+@pytest.mark.parametrize("shared", [{"n": 0}, {"n": 0, "of": ([1], [2])}])
+def test_items_of_one_call_that_hold_the_same_object_get_one_each(
+    pool: ParallelPool, shared: dict[str, Any]
+) -> None:
+    def change(item: Any) -> int:
+        counts = item if isinstance(item, dict) else item[0]
+        counts["n"] += 1
+        return counts["n"]
+
+    for items in ([shared] * 6, [(shared, number) for number in range(6)]):
+        assert list(pool.parfor(change, items, chunk_size=6)) == [1] * 6
 
 
 def test_a_retry_gets_what_was_sent_and_not_what_the_last_attempt_has_made_of_it(

@@ -43,7 +43,7 @@ from raypool import ray_private
 from raypool.backends.ray import client
 from raypool.backends.ray.calls import loss_text
 from raypool.channel import by_value
-from raypool.channel.records import Failure, Missing, SliceResult, Values
+from raypool.channel.records import Failure, Missing, SliceItems, SliceResult, Values
 from raypool.channel.users_code import is_users
 from raypool.errors import (
     RaypoolError,
@@ -194,8 +194,53 @@ def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
         return False
 
     file = io.BytesIO()
-    _Pickler(file, refs, keep_inside).dump(value)
+    pickler = _Pickler(file, refs, keep_inside)
+    pickler.dump(_apart(value, refs, beside_bytes) if type(value) is SliceItems else value)
     return Parcel(file.getvalue(), buffers, refs)
+
+
+def _apart(items: SliceItems, refs: list[Any], beside_bytes: int) -> Any:
+    """Return what unpickles as a list of these items, of which no two share an object.
+
+    An item may change its argument, and which items share a call is a matter of time.
+    """
+    if len(items) < 2 or _are_apart(items):
+        return list(items)
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        is_small = buffer.raw().nbytes < beside_bytes
+        if not is_small:
+            buffers.append(buffer)
+        return is_small
+
+    file, parts = io.BytesIO(), []
+    pickler = _Pickler(file, refs, keep_inside)
+    for item in items:
+        pickler.dump(item)
+        parts.append((file.getvalue(), buffers.copy()))
+        pickler.clear_memo()
+        buffers.clear()
+        file.seek(0)
+        file.truncate()
+    return _Together(parts)
+
+
+class _Together(list[Any]):
+    """Pickles of items, each with the buffers beside it; unpickled, the list of the items."""
+
+    def __reduce__(self) -> Any:
+        return _together, (list(self),)
+
+
+def _together(parts: list[tuple[bytes, list[Any]]]) -> list[Any]:
+    return [pickle.loads(data, buffers=buffers) for data, buffers in parts]
+
+
+def _are_apart(items: SliceItems) -> bool:
+    """Whether items are plain data that can share nothing, as in nearly all loops of short ones."""
+    changeable = [id(item) for item in items if type(item) in (dict, list)]
+    return len(set(changeable)) == len(changeable) and all(map(_is_plain_data, items))
 
 
 def load(parcel: Parcel) -> Any:
