@@ -244,7 +244,10 @@ def check_no_search(run_dir: Any) -> None:
 
     check_run_dir(run_dir)
     folder = Path(run_dir).expanduser()
-    if (folder / STUDY).exists():
+    there = False
+    with contextlib.suppress(OSError):  # too long a name, say: opening the journal says so
+        there = (folder / STUDY).exists()
+    if there:
         raise JournalError(
             f"{folder} has a search, whose items are its trials. Use another run_dir.",
             run_dir=str(folder),

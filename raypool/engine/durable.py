@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import logging
 import os
@@ -209,6 +210,10 @@ class DurableLoop(LoopWork):
         return index
 
     def _folder(self, key: str) -> Path:
+        if not self._journal.run_dir.is_dir():  # else another one, with no journal, would stay
+            raise FileNotFoundError(
+                errno.ENOENT, "the folder was removed, or moved", str(self._journal.run_dir)
+            )
         folder = self._journal.folder(key)
         make_folder(folder)
         return folder
@@ -634,8 +639,8 @@ class Recorder:
         values = " This error's .results has all values." if self._keeps_values else ""
         error = JournalError(
             f"{self._said(num_left)} of {self._label} could not be written to"
-            f" {self._journal.run_dir}{tried}: {self._trouble}.{values} Free some space there and"
-            " repeat the call: it runs the missing items.",
+            f" {self._journal.run_dir}{tried}: {self._trouble}.{values} {remedy(self._trouble)},"
+            " then repeat the call: it runs the missing items.",
             run_dir=str(self._journal.run_dir),
         )
         if self._is_hurried:
@@ -721,11 +726,12 @@ class Recorder:
             num_left = sum(len(step.outcomes) for step in self._waiting)
             logger.warning(
                 "%s cannot be written: %s. %s of %s wait in memory, and writing is retried; the"
-                " loop continues. Free some space on that disk, or make the folder writable.",
+                " loop continues. %s.",
                 self._journal.run_dir,
                 trouble,
                 self._said(num_left),
                 self._label,
+                remedy(trouble),
             )
         self._trouble = trouble
         self._is_total = is_total
@@ -733,6 +739,13 @@ class Recorder:
             0.0 if trouble is None else min(max(2 * self._delay_s, FIRST_DELAY_S), MAX_DELAY_S)
         )
         self._try_at = time.monotonic() + self._delay_s
+
+
+def remedy(trouble: OSError | None) -> str:
+    """Return what the user can do so that the folder of a run can be written again."""
+    if isinstance(trouble, FileNotFoundError):
+        return "Put the folder back where it was"
+    return "Free some space on that disk, or make the folder writable"
 
 
 # --- files of items -------------------------------------------------------------------------------

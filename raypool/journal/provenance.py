@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.gpus.nvml import NvmlInventory, nvml
-from raypool.journal.files import digest, make_folder
+from raypool.journal.files import digest
 from raypool.journal.keys import FunctionSource
 from raypool.journal.schema import Row
 from raypool.worker.folders import write_file
@@ -60,7 +60,7 @@ def record(run_dir: Path, run: int, source: FunctionSource) -> None:
             about[name] = find()
     with contextlib.suppress(OSError):  # a full disk: no result depends on it
         folder = run_dir / FOLDER
-        make_folder(folder)
+        folder.mkdir(mode=0o700, exist_ok=True)  # no parents: the run's folder may be gone
         if (code := about.get("code")) is not None:
             about["code"] = code.as_json()
             if code.diff:  # first: the other file names it

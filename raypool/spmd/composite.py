@@ -453,10 +453,13 @@ class Composite(Generic[T]):
         )
 
     def _lost(self, rank: int, entry: PartInfo) -> CompositeError:
+        if entry.place in self._engine.driver.scheduler.workers.places:
+            what = "was lost, or replaced (idle_timeout_s, fresh_process)"
+            how = f"Create it again in an spmd call, or assign c[{rank}] = ..."
+        else:
+            what, how = "is no longer in the pool", "Create another Composite in an spmd call."
         return CompositeError(
-            f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the"
-            f" part of rank {rank} with it. Create it again in an spmd call, or assign c[{rank}] ="
-            " ...",
+            f"Worker {entry.place} {what}, and the part of rank {rank} went with it. {how}",
             rank=rank,
         )
 

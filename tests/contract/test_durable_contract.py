@@ -537,6 +537,27 @@ def test_a_loop_whose_journal_breaks_is_cancelled(
     assert eventually(lambda: not pool.busy)
 
 
+def test_a_folder_that_is_moved_while_its_loop_runs_can_be_put_back(
+    pool: ParallelPool, folder: Path, marks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other folder, without a journal, is left in its place."""
+    monkeypatch.setattr("raypool.engine.durable.PATIENCE_S", 0.0)
+    elsewhere = folder.with_name("moved")
+
+    def work(item: int) -> int:
+        marks.add(item)
+        if item == 0 and marks.count(0) == 1:
+            folder.rename(elsewhere)
+        report(item=item)
+        return item
+
+    with pytest.raises(JournalError, match="Put the folder back where it was, then repeat"):
+        pool.parfor(work, 3, run_dir=folder)
+    assert not folder.exists()
+    elsewhere.rename(folder)
+    assert list(pool.parfor(work, 3, run_dir=folder)) == [0, 1, 2]
+
+
 def test_only_what_is_missing_runs(
     pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
 ) -> None:
@@ -831,8 +852,9 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
 
     with pytest.raises(InvalidValueError, match="is a file"):
         pool.parfor(noted, range(3), run_dir=tmp_path / "file")
-    with pytest.raises(JournalError, match="cannot be written"):
-        pool.parfor(noted, range(3), run_dir=tmp_path / "file" / "below")
+    for folder in (tmp_path / "file" / "below", tmp_path / ("long" * 99)):
+        with pytest.raises(JournalError, match="cannot be written"):
+            pool.parfor(noted, range(3), run_dir=folder)
     assert marks.all() == []
 
 
