@@ -1023,6 +1023,7 @@ class PoolView(concurrent.futures.Executor):
         Raises:
             ResourceError: There are fewer workers than requested, or no core for Ray Data.
             InvalidValueError, InvalidTypeError: An argument is invalid.
+            JournalError: The `run_dir` cannot be written.
             SerializationError: The loop or its configuration cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
@@ -1097,6 +1098,7 @@ class PoolView(concurrent.futures.Executor):
         Raises:
             InvalidValueError, InvalidTypeError: An argument is invalid.
             ResourceError: There are too few workers, or none with a GPU where one is asked for.
+            JournalError: The `run_dir` cannot be written.
 
         Source:
             MATLAB R2025b, trainnet and trainingOptions.
