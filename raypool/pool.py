@@ -1084,7 +1084,8 @@ class PoolView(concurrent.futures.Executor):
                 everything else stays as it is.
             loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
-                `ignore_index`) is exact on one worker only, and a warning says so.
+                `ignore_index`) is exact on one worker only, and a warning says so. A sum over them
+                is an error on several workers.
             options: How to train; see `TrainingOptions`.
             workers: Those that train, as for `train`. None: all.
             lane: As for `train`.

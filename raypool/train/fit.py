@@ -124,7 +124,7 @@ def _finished(model: Any, result: TrainingResult) -> TrainingResult:
         logger.warning(
             "The loss is not the plain mean over its samples (it weighs them, leaves some out, or"
             " compares them with each other), and each of %d workers computed it over its own"
-            " share: the result differs a little from that of one worker.",
+            " share: the result differs from that of one worker.",
             len(ends),
         )
     if ended_by == LOST:

@@ -454,6 +454,21 @@ def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(
         )
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_loss_that_is_a_sum_trains_as_on_one_worker_or_not_at_all(pool: ParallelPool) -> None:
+    def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).sum()
+
+    run = pool.fit(make_model, (INPUTS, TARGETS), summed, options(max_epochs=1))
+    if pool.workers[0].pid == os.getpid():  # "threads" and "inline" have one rank
+        assert run.result(WAIT_S).ended_by == "max_epochs"
+        return
+    with pytest.raises(TrainingError, match="returns the sum over its samples"):
+        run.result(WAIT_S)
+    assert run.metrics.empty
+
+
 def test_options_hold_where_a_checkpoint_was_made_with_others(
     alone: ParallelPool, tmp_path: Any
 ) -> None:
