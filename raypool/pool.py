@@ -1091,7 +1091,9 @@ class PoolView(concurrent.futures.Executor):
             lane: As for `train`.
             run_options: Where checkpoints are kept; see `RunOptions`.
             progress: Whether `result` shows epochs, losses and samples per second while it waits;
-                None, True, False or a function like `tqdm`, as for `parfor`.
+                None, True, False or a function like `tqdm`, as for `parfor`. Unless it is False,
+                `fit` also says which workers do not train, which samples each epoch leaves out, and
+                where mini-batch and learning rate are not those of `options`.
 
         Returns:
             A `TrainingRun`. Its result's `model` is the trained model, on the CPU.

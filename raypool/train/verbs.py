@@ -98,7 +98,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     begins = kept.start_from is not None and (kept.run_dir is None or not latest(kept.run_dir))
     start = str(kept.start_from) if begins else None
     call = prepare_fit(model, data, loss, options, candidates, start)
-    if not view._engine.profile.quiet:  # with workers=0 `target` has its own profile
+    if progress is not False:
         for note in call.notes:
             say(note)
     # a training on all of them is not bound to these: their replacements will do
