@@ -992,8 +992,8 @@ class PoolView(concurrent.futures.Executor):
         With "threads" and "inline", and inside a task, there is one rank.
 
         Args:
-            loop: A function of one argument, or of none, that every rank calls:
-                `train_loop_per_worker` of a `TorchTrainer`.
+            loop: A function of one argument, or of none, also with `async def`, that every rank
+                calls: `train_loop_per_worker` of a `TorchTrainer`.
             config: The argument of the loop, whether or not it has a default.
             workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
                 first. 0: a single rank, in this process. None: all.

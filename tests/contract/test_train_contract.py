@@ -127,6 +127,21 @@ def test_a_loop_without_an_argument(train: Callable[..., Any], size: int) -> Non
 
 
 @pytest.mark.everywhere
+def test_a_loop_that_is_a_coroutine(train: Callable[..., Any], size: int) -> None:
+    async def loop(config: dict[str, int]) -> int:
+        import asyncio
+
+        import ray.train
+
+        await asyncio.sleep(0)
+        ray.train.report(config)
+        return config["a"] + ray.train.get_context().get_world_size()
+
+    result = train(loop, {"a": 5})
+    assert (result.values, result.metrics) == ([5 + size] * size, {"a": 5})
+
+
+@pytest.mark.everywhere
 def test_barrier_and_broadcast(train: Callable[..., Any], size: int) -> None:
     def loop() -> Any:
         import ray.train
