@@ -992,8 +992,8 @@ class PoolView(concurrent.futures.Executor):
         With "threads" and "inline", and inside a task, there is one rank.
 
         Args:
-            loop: A function of one argument, or of none, that every rank calls:
-                `train_loop_per_worker` of a `TorchTrainer`.
+            loop: A function of one argument, or of none, also with `async def`, that every rank
+                calls: `train_loop_per_worker` of a `TorchTrainer`.
             config: The argument of the loop, whether or not it has a default.
             workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
                 first. 0: a single rank, in this process. None: all.
@@ -1023,6 +1023,7 @@ class PoolView(concurrent.futures.Executor):
         Raises:
             ResourceError: There are fewer workers than requested, or no core for Ray Data.
             InvalidValueError, InvalidTypeError: An argument is invalid.
+            JournalError: The `run_dir` cannot be written.
             SerializationError: The loop or its configuration cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
@@ -1083,13 +1084,16 @@ class PoolView(concurrent.futures.Executor):
                 everything else stays as it is.
             loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
-                `ignore_index`) is exact on one worker only, and a warning says so.
+                `ignore_index`) is exact on one worker only, and a warning says so. A sum over them
+                is an error on several workers.
             options: How to train; see `TrainingOptions`.
             workers: Those that train, as for `train`. None: all.
             lane: As for `train`.
             run_options: Where checkpoints are kept; see `RunOptions`.
             progress: Whether `result` shows epochs, losses and samples per second while it waits;
-                None, True, False or a function like `tqdm`, as for `parfor`.
+                None, True, False or a function like `tqdm`, as for `parfor`. Unless it is False,
+                `fit` also says which workers do not train, which samples each epoch leaves out, and
+                where mini-batch and learning rate are not those of `options`.
 
         Returns:
             A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
@@ -1097,6 +1101,7 @@ class PoolView(concurrent.futures.Executor):
         Raises:
             InvalidValueError, InvalidTypeError: An argument is invalid.
             ResourceError: There are too few workers, or none with a GPU where one is asked for.
+            JournalError: The `run_dir` cannot be written.
 
         Source:
             MATLAB R2025b, trainnet and trainingOptions.

@@ -54,11 +54,7 @@ class RunLock:
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise JournalError(
-                f"{folder} cannot be written ({error.strerror or error}). Use a folder that"
-                " belongs to you.",
-                run_dir=str(folder),
-            ) from error
+            raise not_writable(folder, error) from error
         try:
             self._take(folder)
         except BaseException:
@@ -115,6 +111,15 @@ class RunLock:
     def _forget(self) -> None:
         if self._end.detach():
             os.close(self._descriptor)
+
+
+def not_writable(folder: Path, error: OSError) -> JournalError:
+    """Return the error for a folder that cannot be made, or in which no file can be made."""
+    return JournalError(
+        f"{folder} cannot be written ({error.strerror or error}). Use a folder that belongs to"
+        " you.",
+        run_dir=str(folder),
+    )
 
 
 def _let_go(descriptor: int) -> None:

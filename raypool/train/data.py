@@ -394,10 +394,15 @@ def _column(values: Any, name: str) -> Column:
         )
     if array.ndim == 0:
         raise InvalidValueError(single)
+    return Column(np.ascontiguousarray(in_torch_type(array)), is_array=True)
+
+
+def in_torch_type(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array in a type that torch can use, the same one if it has it."""
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        array = array.astype(np.int64)  # torch knows these types in name only
+        return array.astype(np.int64)  # torch knows these types in name only
     # torch takes the machine's own byte order only
-    return Column(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), is_array=True)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _checked_dataset(data: Any, what: str) -> Any:
@@ -598,7 +603,7 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
             )
         data = floats_of(data)
     if not isinstance(data, torch.Tensor):
-        data = np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
+        data = in_torch_type(np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data))
     column: np.ndarray[Any, Any] | torch.Tensor = data
     if column.ndim == 0:
         raise InvalidValueError(

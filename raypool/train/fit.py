@@ -124,7 +124,7 @@ def _finished(model: Any, result: TrainingResult) -> TrainingResult:
         logger.warning(
             "The loss is not the plain mean over its samples (it weighs them, leaves some out, or"
             " compares them with each other), and each of %d workers computed it over its own"
-            " share: the result differs a little from that of one worker.",
+            " share: the result differs from that of one worker.",
             len(ends),
         )
     if ended_by == LOST:
@@ -235,25 +235,15 @@ Chosen = list[tuple[WorkerInfo, float]]
 
 
 def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Chosen:
-    loads = options.worker_load or (1,) * len(workers)
-    if len(loads) != len(workers):
-        numbers = ", ".join(str(worker.index) for worker in workers)
+    able = _able(options.execution, workers)
+    loads = options.worker_load or (1,) * len(able)
+    if len(loads) != len(able):
+        numbers = ", ".join(str(worker.index) for worker in able)
         raise InvalidValueError(
-            f"worker_load={list(loads)} has {len(loads)} numbers, but {len(workers)} workers may"
-            f" train: {numbers}. Pass one for each."
+            f"worker_load={list(loads)} has {len(loads)} numbers, but {len(able)} workers may train"
+            f" with execution={options.execution!r}: {numbers}. Pass one for each."
         )
-    able = [worker.index for worker in _able(options.execution, workers)]
-    chosen = [
-        (worker, load)
-        for worker, load in zip(workers, loads, strict=True)
-        if worker.index in able and load > 0
-    ]
-    if not chosen:
-        raise InvalidValueError(
-            f"worker_load={list(loads)} gives nothing to the workers that can train with"
-            f" execution={options.execution!r}: {', '.join(map(str, able))}. Set one of them above"
-            " 0."
-        )
+    chosen = [(worker, load) for worker, load in zip(able, loads, strict=True) if load > 0]
     return chosen[:1] if options.execution == "gpu" else chosen  # MATLAB's "gpu" is one GPU
 
 

@@ -808,22 +808,38 @@ def check_loss(loss: Any) -> None:
 def is_mean_over_samples(
     loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor
 ) -> bool:
-    """Whether a loss equals the mean over its halves, as it does if all samples count the same."""
+    """Whether a loss equals the mean over its halves, as it does if all samples count the same.
+
+    Raises:
+        InvalidValueError: It equals their sum: each rank would train by a part of the gradient.
+    """
     are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
     if not are_tensors or len(outputs) < 2:
         return True  # samples that cannot be halved: it cannot be told
     num_all, half = len(outputs), len(outputs) // 2
+    tolerance = TOLERANCE.get(loss.dtype, 1e-2)
+
+    def is_whole(value: torch.Tensor) -> bool:
+        whole = loss.double()
+        return bool(torch.isclose(value, whole, rtol=tolerance, atol=1e-7, equal_nan=True))
+
     try:
         with torch.no_grad():
-            first = loss_fn(outputs[:half], targets[:half])
-            second = loss_fn(outputs[half:], targets[half:])
-            mean = (first.double() * half + second.double() * (num_all - half)) / num_all
-            whole = loss.double()
-        tolerance = TOLERANCE.get(loss.dtype, 1e-2)
-        is_close = torch.isclose(mean, whole, rtol=tolerance, atol=1e-7, equal_nan=True)
-        return bool(is_close)
+            first = loss_fn(outputs[:half], targets[:half]).double()
+            second = loss_fn(outputs[half:], targets[half:]).double()
+            if is_whole((first * half + second * (num_all - half)) / num_all):
+                return True
+            # a mean over chosen samples equals one half if the other has none of them
+            is_sum = is_whole(first + second) and not (is_whole(first) or is_whole(second))
     except Exception:  # the user's function may not take halves
         return True
+    if is_sum:
+        raise InvalidValueError(
+            "The loss function returns the sum over its samples. It must return the mean, from"
+            " which raypool combines the losses of the workers: divide the sum by the number of"
+            " samples, or set reduction='mean'."
+        )
+    return False
 
 
 # --- a model over several ranks: by DDP, or by FSDP2 ----------------------------------------------

@@ -110,6 +110,7 @@ from raypool.train.checkpoints import (
 )
 from raypool.train.ray_train import checked, with_config
 from raypool.train.runs import RunOptions, TrainingResult
+from raypool.worker.runner import finished
 from raypool.worker.running import (
     TaskContext,
     let_notes_travel,
@@ -936,7 +937,7 @@ class ManagedLoop:
             if self._project is not None:
                 Follower().follow(self._project)
             loop = with_config(*unpack(self._packed))
-            value = snapshot(loop(), f"what rank {rank} returns back")
+            value = snapshot(finished(loop()), f"what rank {rank} returns back")
         except BaseException as error:
             is_cut_off, at = is_disconnect(error), time.time()  # before anything that takes time
             capture.note_last_lines(error, note)

@@ -49,6 +49,7 @@ from raypool.train.checkpoints import (
     list_kept,
     remove_partials,
 )
+from raypool.worker.runner import finished
 from raypool.worker.running import TaskContext, environment, note_here, running, secure_reports
 
 logger = logging.getLogger("raypool")
@@ -98,8 +99,8 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
         return self
 
     def run(self, train_func: Callable[[], Any]) -> Any:
-        """Call the loop; `fit` returns what this returns."""
-        return train_func()
+        """Call the loop, which may be a coroutine; `fit` returns what this returns."""
+        return finished(train_func())
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import TRAINING_LOCK as LOCK
-from raypool.journal.lock import RunLock
+from raypool.journal.lock import RunLock, not_writable
 from raypool.parallel_for import check_run_dir
 from raypool.worker.running import in_task
 
@@ -345,6 +345,7 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
 
     Raises:
         InvalidValueError: It is in use already, here or in another process.
+        JournalError: It cannot be written.
     """
     folder = run.path.resolve()
     with _starting:
@@ -366,19 +367,28 @@ def _lock(folder: Path, run: TrainingRun) -> None:
     if folder in _locked:  # of a training that has just ended, and has not left it yet
         _locked[folder] = _locked[folder]._replace(run=run)
         return
-    is_new = not folder.exists()
     try:
+        is_new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = RunLock(folder, LOCK)
         while not (folder / LOCK).exists():  # the last holder removed the file in this instant
             lock.release()
             lock = RunLock(folder, LOCK)
         _locked[folder] = Locked(lock, run, is_new)
-    except OSError:
-        return  # it cannot be written: the first checkpoint will raise the error
+    except OSError as error:
+        _refuse(not_writable(folder, error), error)
     except JournalError as error:
         if not isinstance(error.__cause__, OSError):
             raise InvalidValueError(f"run_dir={error}") from None
+        _refuse(error, error.__cause__)
+
+
+def _refuse(refusal: JournalError, cause: OSError) -> None:
+    """Raise the error for a folder that cannot be written, unless only the workers need it."""
+    from raypool.backends.ray.client import is_far  # imported late: it needs Ray
+
+    if not is_far():  # else the workers' machines may have it
+        raise refusal from cause
 
 
 def leave_folder(run: TrainingRun, folder: Path) -> None:

@@ -81,8 +81,8 @@ class TrainingOptions:
         execution: "auto": on the workers with their own GPU; if none has one, on all. "cpu":
             on the CPUs of all. "gpu": on one worker with a GPU. "multi-gpu": on all that have one.
         worker_load: How much of each mini-batch each worker takes, relative to the others: a number
-            for each worker that may train, in their order. [2, 1] splits 96 samples into 64 and 32.
-            A worker with 0 does not train. None: equal shares.
+            for each worker that may train by `execution`, in their order. [2, 1] splits 96 samples
+            into 64 and 32. A worker with 0 does not train. None: equal shares.
         precision: "float32": the parameters' own types. "bf16", "fp16": with autocast; "fp16" with
             scaling of the loss.
         clip_gradient_norm: Gradients are scaled down to this norm, of all parameters together, if

@@ -94,10 +94,11 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     by_number = {worker.index: worker for worker in target._workers() if worker.index in there}
     numbers = by_number if only is None else [place for place in only if place in by_number]
     candidates = [by_number[number] for number in list(numbers)[:size]]
-    is_new = kept.run_dir is None or latest(kept.run_dir) is None
-    start = str(kept.start_from) if is_new and kept.start_from is not None else None
+    # read only if it matters: a folder that cannot be read gets its error below
+    begins = kept.start_from is not None and (kept.run_dir is None or not latest(kept.run_dir))
+    start = str(kept.start_from) if begins else None
     call = prepare_fit(model, data, loss, options, candidates, start)
-    if not view._engine.profile.quiet:  # with workers=0 `target` has its own profile
+    if progress is not False:
         for note in call.notes:
             say(note)
     # a training on all of them is not bound to these: their replacements will do

@@ -149,14 +149,23 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
 
 
 @pytest.mark.threads
-def test_workers_0_is_this_process(make_gate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_0_is_this_process(make_gate: Any) -> None:
     gate = make_gate()
     with parpool(1, profile="threads", quiet=True) as pool:
         pool.parfeval(gate.wait)  # so that a training on the worker would wait
         run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options(), workers=0)
         assert run.result(WAIT_S).model is not None
         gate.open()
-    assert "leaves out" not in capsys.readouterr().out, "the pool is quiet"
+
+
+def test_what_differs_from_the_options_is_said_unless_progress_is_off(
+    alone: ParallelPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pool with quiet=True hides only the line about what was started."""
+    alone.fit(make_model, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S)
+    assert "raypool: Each epoch leaves out 2 of 50 samples" in capsys.readouterr().out
+    alone.fit(make_model, (INPUTS, TARGETS), mse_loss, options(), progress=False).result(WAIT_S)
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.threads
@@ -452,6 +461,21 @@ def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(
         assert ("not the plain mean" in caplog.text) is (
             is_said and pool.workers[0].pid != os.getpid()
         )
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_loss_that_is_a_sum_trains_as_on_one_worker_or_not_at_all(pool: ParallelPool) -> None:
+    def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).sum()
+
+    run = pool.fit(make_model, (INPUTS, TARGETS), summed, options(max_epochs=1))
+    if pool.workers[0].pid == os.getpid():  # "threads" and "inline" have one rank
+        assert run.result(WAIT_S).ended_by == "max_epochs"
+        return
+    with pytest.raises(TrainingError, match="returns the sum over its samples"):
+        run.result(WAIT_S)
+    assert run.metrics.empty
 
 
 def test_options_hold_where_a_checkpoint_was_made_with_others(

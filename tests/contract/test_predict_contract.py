@@ -532,7 +532,6 @@ BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
     "an input that is a list": ((np.ones(3), [1, 2, 3]), InvalidTypeError, "An input is a list"),
     "texts": (np.array(["a", "b"]), InvalidTypeError, "which torch cannot convert to a tensor"),
     "objects": (np.array([None, 1]), InvalidTypeError, "array of object"),
-    "big-endian": (np.ones(3, ">f4"), InvalidTypeError, "array of >f4"),
     "a table of texts": (
         pd.DataFrame({"a": [1.0], "b": ["x"], "c": ["y"]}),
         InvalidTypeError,
@@ -546,6 +545,19 @@ BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "a stream": (Stream(), InvalidTypeError, "Stream, which has no samples by number"),
 }
+
+
+@pytest.mark.arguments
+@pytest.mark.parametrize("dtype", ["u2", "u4", "u8", ">i4", ">u2"])
+def test_integers_of_any_kind_are_tokens_as_in_fit(pool: ParallelPool, dtype: str) -> None:
+    model, tokens = nn.Embedding(9, 3), np.arange(8)
+    expected = model(torch.from_numpy(tokens)).detach().numpy()
+    assert (pool.predict(model, tokens.astype(dtype)) == expected).all()
+
+
+@pytest.mark.arguments
+def test_another_byte_order(pool: ParallelPool) -> None:
+    assert pool.predict(nn.Identity(), np.arange(3, dtype=">f4")).tolist() == [0, 1, 2]
 
 
 @pytest.mark.arguments

@@ -127,6 +127,21 @@ def test_a_loop_without_an_argument(train: Callable[..., Any], size: int) -> Non
 
 
 @pytest.mark.everywhere
+def test_a_loop_that_is_a_coroutine(train: Callable[..., Any], size: int) -> None:
+    async def loop(config: dict[str, int]) -> int:
+        import asyncio
+
+        import ray.train
+
+        await asyncio.sleep(0)
+        ray.train.report(config)
+        return config["a"] + ray.train.get_context().get_world_size()
+
+    result = train(loop, {"a": 5})
+    assert (result.values, result.metrics) == ([5 + size] * size, {"a": 5})
+
+
+@pytest.mark.everywhere
 def test_barrier_and_broadcast(train: Callable[..., Any], size: int) -> None:
     def loop() -> Any:
         import ray.train
@@ -693,12 +708,16 @@ def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, wh
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_folder_that_cannot_be_made(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_of_its_own_that_cannot_be_made(
+    pool: ParallelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a `run_dir` it is made with the first checkpoint."""
     (tmp_path / "file").touch()
+    monkeypatch.setattr("raypool.train.runs.RUNS", str(tmp_path / "file"))
     with pytest.raises(TrainingError) as caught:
-        train(epochs, {"epochs": 1}, run_dir=tmp_path / "file" / "run")
+        pool.train(epochs, {"epochs": 1}).result(300)
     assert isinstance(caught.value.__cause__, OSError)
-    assert f"could not write the folder of the run to {tmp_path / 'file' / 'run'}" in str(
+    assert f"could not write the folder of the run to {tmp_path / 'file'}/" in str(
         caught.value.__cause__
     )
     assert "Rank 0, on " in str(caught.value.__cause__)

@@ -16,6 +16,7 @@ import pytest
 from raypool import (
     InvalidTypeError,
     InvalidValueError,
+    JournalError,
     ResourceError,
     RunOptions,
     SerializationError,
@@ -209,16 +210,15 @@ def save(config: dict[str, Any]) -> None:
 
 
 def test_a_folder_that_cannot_be_written(pool: Any) -> None:
-    """It shows with the first checkpoint."""
-    dark, null = RunOptions(run_dir="/proc/raypool"), RunOptions(run_dir="/dev/null/run")
-    options = TrainingOptions(max_epochs=1, checkpoint_every=1)
-    for run, kept in (
-        (pool.train(save, {"epochs": 1}, run_options=dark), dark),
-        (pool.fit(linear(), line(), mse_loss, options, run_options=null), null),
-    ):
-        error = failure(run)
-        assert isinstance(error.__cause__, OSError)
-        assert f"could not write the folder of the run to {kept.run_dir}: " in str(error)
+    """It shows at the call, before anything trains."""
+    options = TrainingOptions(max_epochs=1)
+    for folder in ("/proc/raypool", "/dev/null/run", "a" * 300):
+        kept = RunOptions(run_dir=folder)
+        with pytest.raises(JournalError, match=f"{folder} cannot be written") as caught:
+            pool.train(save, {"epochs": 1}, run_options=kept)
+        assert caught.value.run_dir == str(kept.run_dir)
+        with pytest.raises(JournalError, match=f"{folder} cannot be written"):
+            pool.fit(linear(), line(), mse_loss, options, run_options=kept)
 
 
 @pytest.fixture

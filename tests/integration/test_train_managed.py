@@ -239,7 +239,7 @@ import numpy as np
 import ray.train
 from raypool import current_task
 
-def learn(config):
+async def learn(config):
     errors = []
     for use in (lambda: current_task().store, lambda: config["queue"].put(1)):
         try:
@@ -257,7 +257,9 @@ def learn(config):
 def test_a_loop_in_a_module_of_the_users_that_keeps_one_name(
     pool: ParallelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found in the folders that the script has added, and told what is not there."""
+    """It is found in the folders that the script has added, and told what is not there; it may be a
+    coroutine.
+    """
     (tmp_path / "own_module.py").write_text(OWN_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.argv", ["script.py", "--fast"])

@@ -113,14 +113,20 @@ def test_gpus_that_are_not_there_are_an_error(execution: str) -> None:
 @pytest.mark.parametrize("load", [[1], [1, 1, 1]])
 def test_a_load_for_each_worker(load: list[int]) -> None:
     with pytest.raises(
-        InvalidValueError, match=f"has {len(load)} numbers, but 2 workers may train: 0, 1"
+        InvalidValueError, match=f"has {len(load)} numbers, but 2 workers may train .*: 0, 1"
     ):
         prepare(on_cpus(2), worker_load=load)
 
 
-def test_a_load_for_workers_that_cannot_train_only() -> None:
-    with pytest.raises(InvalidValueError, match="gives nothing to the workers that can train"):
-        prepare(on_gpus(None, 0), worker_load=[1, 0])
+def test_a_load_for_each_worker_that_can_train() -> None:
+    workers = on_gpus(None, 0, 1, None, 1)
+    call = prepare(workers, mini_batch_size=96, worker_load=[2, 1])
+    assert (call.ranks, shares(call)) == ([1, 2], [64, 32])
+    for load in ([0, 2, 1, 0, 0], [1, 2, 0, 0, 5]):
+        with pytest.raises(InvalidValueError, match=r"but 2 workers may train .*: 1, 2"):
+            prepare(workers, worker_load=load)
+    call = prepare(workers, mini_batch_size=96, worker_load=[0, 2, 1, 0, 0], execution="cpu")
+    assert (call.ranks, shares(call)) == ([1, 2], [64, 32])
 
 
 def test_fewer_ranks_than_planned_share_the_same_batch() -> None:

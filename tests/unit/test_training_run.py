@@ -19,6 +19,7 @@ from raypool.channel.feed import Feed
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
+    JournalError,
     LossReason,
     PoolClosedError,
     ResourceError,
@@ -447,6 +448,19 @@ def test_a_folder_is_one_processes_own(tmp_path: Path, start_python: Callable[..
     other.clean_up()
     assert train(ScriptedLane(ENDS), folder).result(WAIT_S).path is None
     assert folder.is_dir()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, folder = ScriptedLane(ENDS), tmp_path / "file" / "run"
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match=r"run cannot be written \(Not a directory\)"):
+        train(lane, folder)
+    assert not lane.attempts
+    # through Ray Client only the workers' machines may have the folder
+    monkeypatch.setattr("raypool.backends.ray.client.is_far", lambda: True)
+    assert train(lane, folder).result(WAIT_S).values == ["zero", "one"]
 
 
 def test_a_folder_that_was_made_for_a_training_goes_if_it_keeps_nothing(tmp_path: Path) -> None:
