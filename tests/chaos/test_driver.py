@@ -109,6 +109,8 @@ class Sweep:
             results = load_results(self.folder / "run")
         except JournalError:  # nobody has come as far as to begin it
             return {}
+        if not len(results):  # it was begun, but no item was noted
+            return {}
         rows = results.to_frame()
         seen = {}
         for place, (item, status) in enumerate(zip(rows["number"], rows["status"], strict=True)):
