@@ -34,7 +34,7 @@ from raypool.gpus.devices import CUDA, Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import NVIDIAS, import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
-from raypool.worker.running import environment
+from raypool.worker.running import environment, this_process
 
 if TYPE_CHECKING:
     from raypool.cluster.slurm import Allocation
@@ -318,6 +318,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    this_process.is_terminated = True
     sys.exit(128 + number)
 
 
