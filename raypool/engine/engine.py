@@ -48,7 +48,7 @@ from raypool.futures import Future, dispatcher
 from raypool.gpus.nvml import NvmlInventory
 from raypool.options import Options, Where
 from raypool.profiles import Profile
-from raypool.worker.running import in_task
+from raypool.worker.running import in_task, this_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -436,7 +436,7 @@ os.register_at_fork(after_in_child=_forget_all)
 def _end_all() -> None:
     """End all pools when the interpreter exits; no process may stay on a GPU."""
     # The standard library's executors wait here for all submitted work, however long it takes. Here
-    # it has a few seconds, and none after an error or Ctrl-C.
+    # it has a few seconds, and none after an error, Ctrl-C or SIGTERM.
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
     for engine in engines:
@@ -446,7 +446,8 @@ def _end_all() -> None:
                 " interpreter shutdown. Submit all work before the script ends, and join the"
                 " threads that submit more."
             )
-    if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
+    # the interpreter sets `last_type` after an uncaught exception, but not after SystemExit
+    if not (hasattr(sys, "last_type") or this_process.is_terminated):
         for engine in engines:
             engine.shutdown(wait=False)
         for engine in engines:

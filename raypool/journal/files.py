@@ -7,6 +7,7 @@ run, and its file has the size and hash that the journal says.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from raypool.channel import tensors
 from raypool.errors import SerializationError
 from raypool.worker.folders import sync_folder
 
@@ -144,16 +146,38 @@ def is_trusted(run_dir: Path) -> bool:
     return True
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return tensors.reduced(value)
+
+
+@functools.cache
+def cloud_pickler() -> Any:
+    """Return the kind of pickler that takes code along which other processes cannot import."""
+    import cloudpickle  # imported late: most values do without it
+
+    class CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            way = tensors.reduced(value)
+            return super().reducer_override(value) if way is NotImplemented else way
+
+    return CloudPickler
+
+
+def _pickled(value: Any, pickler: Any) -> bytes:
+    file = io.BytesIO()
+    pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
 def cloudpickled(value: Any) -> bytes:
     """Pickle a value, including code that other processes cannot import.
 
     Raises:
         SerializationError: It cannot be pickled, whatever its code has raised.
     """
-    import cloudpickle
-
     try:
-        return bytes(cloudpickle.dumps(value, protocol=5))
+        return _pickled(value, cloud_pickler())
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -173,7 +197,7 @@ def dump(value: Any) -> bytes:
         SerializationError: It cannot be pickled, whatever its code has raised.
     """
     try:
-        data = pickle.dumps(value, protocol=5)
+        data = _pickled(value, _Pickler)
     except KeyboardInterrupt:
         raise
     except BaseException:  # the value's own code may raise anything

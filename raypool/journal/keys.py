@@ -28,7 +28,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError
-from raypool.journal.files import digest
+from raypool.journal.files import cloud_pickler, digest
 from raypool.journal.plain import encode
 
 KEY_BYTES = 12
@@ -497,11 +497,9 @@ class _Room(io.BytesIO):
 
 def _pickled(fn: Any) -> bytes | None:
     """Pickle a function with its captured values; None if that fails, or is too large."""
-    import cloudpickle
-
     file = _Room()
     try:
-        cloudpickle.CloudPickler(file, protocol=5).dump(fn)
+        cloud_pickler()(file, protocol=5).dump(fn)
     except KeyboardInterrupt:
         raise
     except BaseException:  # the user's code may raise anything while it is pickled

@@ -101,9 +101,10 @@ class ProcessContext:
         is_worker: Whether this process is a worker: a pool that is opened in it is a serial one.
         is_managed: Whether it is a rank of the managed lane, which has no connection to the pool.
         is_retired: Whether this process is a worker that begins no more tasks.
+        is_terminated: Whether SIGTERM ends this process, so that it waits for no unfinished work.
     """
 
-    __slots__ = ("is_managed", "is_retired", "is_worker", "link", "running")
+    __slots__ = ("is_managed", "is_retired", "is_terminated", "is_worker", "link", "running")
 
     def __init__(self) -> None:
         self.running: TaskContext | None = None
@@ -111,6 +112,7 @@ class ProcessContext:
         self.is_worker = False
         self.is_managed = False
         self.is_retired = False
+        self.is_terminated = False
 
     def retire(self) -> None:
         """Let a worker process be replaced before the next task; elsewhere this has no effect."""

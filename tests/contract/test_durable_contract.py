@@ -478,6 +478,24 @@ def test_values_come_back_as_they_were(pool: ParallelPool, folder: Path) -> None
         )
 
 
+def test_tensors_come_back_that_torch_cannot_unpickle(pool: ParallelPool, folder: Path) -> None:
+    import torch
+
+    class Holder:
+        """It has a second pickle, for processes without the script."""
+
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+    weight = torch.ones(3).to(torch.float8_e4m3fn)
+    values = [torch.ones(4).to(torch.uint16), {"w": weight}, Holder(weight)]
+    pool.parfor(values.__getitem__, 3, run_dir=folder)
+    counts, weights, held = load_results(folder)
+    assert torch.equal(counts, values[0])
+    assert torch.equal(weights["w"], weight)
+    assert torch.equal(held.value, weight)
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ nothing is waited for long.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_after_an_error_nothing_is_waited_for(start_python: Any, tmp_path: Path)
     done = start_python(code + more + "raise LookupError('the script fails')").finish()
     assert done.returncode == 1
     assert "the script fails" in done.stderr
+    assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.ci
+def test_after_sigterm_nothing_is_waited_for(start_python: Any, tmp_path: Path) -> None:
+    code = BEGIN.format(profile="local", folder=tmp_path, grace_s=300)
+    more = f"pool.submit(time.sleep, 60)\npool.submit(touch, '{tmp_path}/third')\n"
+    done = start_python(
+        code + more + "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)"
+    ).finish()
+    assert done.returncode == 128 + signal.SIGTERM
     assert not (tmp_path / "third").exists()
 
 

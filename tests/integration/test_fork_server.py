@@ -104,6 +104,23 @@ with parpool(1, profile=profile(preload=["colorsys"])) as pool:
         assert done.stderr.count(f"no memory: {reason}.") == 1
 
 
+def test_a_client_of_another_raypool_gets_a_process(run_python: Any, tmp_path: Path) -> None:
+    """raypool is updated in place while a pool runs."""
+    code = f"""
+import logging
+logging.basicConfig(level=logging.INFO)
+from raypool.backends.ray import fork_client
+with open(fork_client.__file__) as own, open({str(tmp_path / "other.py")!r}, "w") as other:
+    other.write(own.read().replace('"folder":', '"group": 0, "folder":'))
+fork_client.__file__ = other.name
+with parpool(1, profile=profile()) as pool:
+    print(pool.parfeval(parent).result())
+"""
+    done = run_python(WORKERS + code)
+    assert done.stdout.splitlines()[-1] == "None"
+    assert "raypool has been updated since the fork server was started" in done.stderr
+
+
 def test_forks_for_a_second_ray_have_the_gpus_that_are_visible_then(
     run_python: Any, tmp_path: Path
 ) -> None:

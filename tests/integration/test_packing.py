@@ -71,6 +71,20 @@ def test_tensors_keep_type_shape_and_values(dtype: torch.dtype) -> None:
         assert torch.equal(again, tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_tensors_travel_that_torch_cannot_unpickle(dtype: torch.dtype) -> None:
+    for length in (2, LARGE):
+        tensor = torch.ones(length, 3).to(dtype).t()[1:]
+        again = through({"w": tensor})["w"]  # type: ignore[index]
+        assert again.dtype is dtype
+        assert torch.equal(again, tensor)
+    weight = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
+    again = through(weight)
+    assert type(again) is torch.nn.Parameter
+    assert again.requires_grad
+    assert torch.equal(again.data, weight.data)
+
+
 def test_a_large_tensor_travels_beside_the_pickle() -> None:
     parcel = dump(torch.zeros(1_000_000))
     assert len(parcel.header) < 2_000

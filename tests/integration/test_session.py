@@ -568,6 +568,48 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(run_python: Run) -> None:
     assert facts == {"early": fork_server, "late": fork_server, "processes": False, "next": 1}
 
 
+def test_what_a_half_started_ray_still_writes_is_removed(run_python: Run) -> None:
+    """A process of it that lives on makes the folder again, after it was removed."""
+    code = """
+    import subprocess
+    from raypool import parpool
+    from raypool.backends.ray.session import folder_of_ray
+    from ray._private.node import Node
+
+    WRITE = 'exec 3> "$0/log"; while [ -e "$0" ]; do :; done; mkdir -p "$0/session/logs"; read line'
+
+    def start(node, *args, **options):
+        folders = {*folder_of_ray().glob("*")} - before
+        (facts["folder"],) = [str(each) for each in folders if (each / "session_latest").is_symlink()]
+        raylet = Path(facts["folder"], "raylet")
+        raylet.symlink_to("/bin/sh")
+        subprocess.Popen([raylet, "-c", WRITE, facts["folder"]], stdin=subprocess.PIPE)
+        while not Path(facts["folder"], "log").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def is_named():
+        named = []
+        for process in psutil.process_iter(["cmdline"]):
+            named += [word for word in process.info["cmdline"] or () if word == facts["folder"]]
+        return bool(named)
+
+    before, facts = {*folder_of_ray().glob("*")}, {}
+    Node.start_ray_processes = start
+    try:
+        parpool(1, quiet=True)
+    except KeyboardInterrupt:
+        pass
+    deadline = time.monotonic() + 300
+    while is_named() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print(json.dumps([is_named(), Path(facts["folder"]).exists()]))
+    """
+    (is_running, is_left), _ = session(run_python, code)
+    assert not is_running
+    assert not is_left
+
+
 def test_a_home_that_cannot_be_written(run_python: Run) -> None:
     """There is no place for the token: the error says which file it is."""
     code = """

@@ -95,6 +95,9 @@ RAY = "2.60."
 NOT_FORKED = "The fork server is not used, so workers start more slowly and share no memory: %s."
 """How the reason is told why workers are not forks."""
 
+OF_REQUEST = {"words", "variables", "folder", "mask", "oom_score_adj"}
+"""The entries of a request for a worker."""
+
 REQUEST_S = 5.0
 """How long a client may take to send its request [s]."""
 
@@ -320,8 +323,7 @@ class ForkServer:
         streams: list[int] = []
         try:
             request, streams = received(client)
-            if self._flaw is not None:
-                raise ValueError(self._flaw)
+            self._check(request)
             if not self._has_ray:
                 self._import_ray(request["variables"])
             if "words" not in request:  # the raylet is up, or its workers train
@@ -355,6 +357,12 @@ class ForkServer:
                 with contextlib.suppress(OSError):  # closed by `take_over`
                     os.close(stream)
         return None
+
+    def _check(self, request: dict[str, Any]) -> None:
+        if self._flaw is not None:
+            raise ValueError(self._flaw)
+        if "words" in request and request.keys() != OF_REQUEST:
+            raise ValueError("raypool has been updated since the fork server was started")
 
     def _import_ray(self, variables: dict[str, str]) -> None:
         raylet = os.pidfd_open(int(variables["RAY_RAYLET_PID"]))

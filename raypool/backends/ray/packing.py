@@ -42,7 +42,7 @@ from ray import exceptions as rx
 from raypool import ray_private
 from raypool.backends.ray import client
 from raypool.backends.ray.calls import loss_text
-from raypool.channel import by_value
+from raypool.channel import by_value, tensors
 from raypool.channel.records import Failure, Missing, SliceItems, SliceResult, Values
 from raypool.channel.users_code import is_users
 from raypool.errors import (
@@ -126,14 +126,15 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             return super().reducer_override(value) if way is NotImplemented else way
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
-            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
-            return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
+            return tensors.as_memory(value)
         if torch is not None and isinstance(value, torch.nn.Module):
             _warn_if_shared(value)
         # it would arrive with the number of a file of this process
         if type(value).__module__ == "multiprocessing.connection":
             raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
         way = by_value.reduced(value)
+        if way is NotImplemented:
+            way = tensors.reduced(value)
         return super().reducer_override(value) if way is NotImplemented else way
 
 
@@ -170,16 +171,6 @@ _arriving: ContextVar[list[Any]] = ContextVar("raypool_arriving")
 
 def _arrived_ref(position: int) -> Any:
     return _arriving.get()[position]
-
-
-def _arrived_tensor(
-    memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool
-) -> Any:
-    import torch
-
-    # a function may change its tensors, and torch knows no read-only ones
-    own = memory if memory.flags.writeable else memory.copy()
-    return torch.from_numpy(own).view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
 def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:

@@ -34,7 +34,7 @@ from raypool.gpus.devices import CUDA, Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import NVIDIAS, import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
-from raypool.worker.running import environment
+from raypool.worker.running import environment, this_process
 
 if TYPE_CHECKING:
     from raypool.cluster.slurm import Allocation
@@ -93,7 +93,7 @@ DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchPro
 """What Ray's proxy says, by chance one of these, of a server that died as it was started."""
 
 END_WHAT_IS_LEFT = """
-import fcntl, os, signal, sys, time
+import fcntl, os, shutil, signal, sys, time
 
 def is_rays(pid):
     with open(f"/proc/{pid}/comm", "rb") as comm, open(f"/proc/{pid}/cmdline", "rb") as line:
@@ -106,8 +106,10 @@ def is_rays(pid):
     return any(name.startswith(sys.argv[1] + "/") for name in names)
 
 if not os.fork():
+    held = None
     try:
-        fcntl.flock(os.open(sys.argv[1] + "/.lock", os.O_RDWR), fcntl.LOCK_EX)
+        held = os.open(sys.argv[1] + "/.lock", os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)
     except FileNotFoundError:  # the driver has ended at once, and removed it
         pass
     for seconds in range(1, 13):
@@ -123,9 +125,12 @@ if not os.fork():
                 pass
         if is_over:
             break
+    if held is not None and not os.fstat(held).st_nlink:  # the driver has removed the folder
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 """Waits until a driver is gone, and until its Ray is: all processes with a log of it open. Those
-that are left after four seconds are killed.
+that are left after four seconds are killed. If the driver has removed the folder, what they have
+written there since is removed, too: of a Ray whose start was interrupted, `ray.shutdown` ends none.
 
 Most end by themselves, but Ray's agents first try for minutes to reach the control store.
 """
@@ -134,6 +139,9 @@ CALLERS = frozenset(
     f"raypool-{name}" for name in ("driver", "agents", "watch", "nodes", "grow", "aside", "close")
 )
 """Names of the threads of a pool's own that call Ray; none of them runs a user's code."""
+
+KEPT = ".kept"
+"""What the lock of a folder is called that stays."""
 
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 
@@ -310,6 +318,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    this_process.is_terminated = True
     sys.exit(128 + number)
 
 
@@ -510,7 +519,8 @@ def keep_logs() -> Path | None:
         return None
     folder, _ = _files
     # this Ray and later ones remove only folders with a lock
-    (folder / LOCK).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # they are kept already
+        (folder / LOCK).rename(folder / KEPT)
     return folder / "session_latest" / "logs"
 
 
