@@ -1348,6 +1348,8 @@ class StaffedView(PoolView):
             self._engine.opener(content_of(source, cleanup), "the constant")
         )
         self._engine.constants.append(constant.key)
+        if cleanup is not None:
+            self._engine.backend.has_cleanups = True
         return constant
 
     def transfer_bytes(self) -> TransferBytes:

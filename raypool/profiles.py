@@ -330,7 +330,7 @@ class Profile:
             global variables that it sets, even in functions of a script or a notebook; if a
             variable has changed in this process since, they see the new value.
         teardown: A function without arguments that runs once in each worker process at its normal
-            end, not in one that was killed.
+            end, not in one that was killed, as one whose cancelled task did not stop.
         start_timeout_s: Longest wait for resources, and for a worker to start [s].
         idle_timeout_s: After this time without work the workers exit and free their memory; the
             next call starts them again [s]. None: never.

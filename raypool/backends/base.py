@@ -25,9 +25,11 @@ class Backend(Protocol):
     Attributes:
         is_ending: Whether the pool takes no more work, so that its resources will be released. The
             engine sets it.
+        has_cleanups: Whether constants of the pool have a cleanup. The pool sets it.
     """
 
     is_ending: bool
+    has_cleanups: bool
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as possible, from `least` to `most` (both None: all).

@@ -175,6 +175,7 @@ class InlineBackend:
         find_way: FindWay | None = None,
     ) -> None:
         self._profile = profile
+        self.has_cleanups = False
         self._post = post
         self._say = say
         self._default_workers = min(default_workers, MOST_WORKERS)

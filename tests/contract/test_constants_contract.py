@@ -112,6 +112,23 @@ def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(
     assert marks.all() == sorted(f"cleaned by {pid}, made by {pid}" for pid in pids)
 
 
+@pytest.mark.processes
+def test_a_worker_whose_call_was_cancelled_cleans_up(
+    make_pool: Any, gate: Any, marks: Any, eventually: Any
+) -> None:
+    with make_pool(1) as pool:
+        table = pool.constant(1, cleanup=lambda _: marks.add("cleaned"))
+
+        def use() -> None:
+            marks.add(table.value)
+            gate.wait()
+
+        future = pool.parfeval(use)
+        assert eventually(lambda: marks.all() == ["1"])
+        future.cancel()
+    assert marks.all() == ["1", "cleaned"]
+
+
 @pytest.mark.everywhere
 def test_a_cleanup_that_fails_keeps_no_other_from_being_done(
     make_pool: Any, marks: Any, caplog: Any

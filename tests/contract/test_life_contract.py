@@ -22,6 +22,7 @@ from raypool import (
     PoolClosedError,
     SerializationError,
     StartupError,
+    TaskCancelled,
     current_task,
 )
 from raypool.backends.local import InlineBackend
@@ -237,6 +238,44 @@ def test_closing_cancels_running_calls_and_drops_waiting_ones(
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert eventually(lambda: marks.all() == ["begun", "teardown"])
+
+
+@pytest.mark.processes
+def test_workers_whose_calls_were_cancelled_tear_down(
+    make_pool: Any, gate: Any, marks: Any, eventually: Any
+) -> None:
+    def run() -> None:
+        marks.add("begun")
+        gate.wait()
+
+    with make_pool(2, teardown=lambda: marks.add("teardown")) as pool:
+        futures = [pool.parfeval(run) for _ in range(2)]
+        assert eventually(lambda: marks.count("begun") == 2)
+        for future in futures:
+            future.cancel()
+    assert marks.all() == ["begun", "begun", "teardown", "teardown"]
+
+
+@pytest.mark.processes
+def test_a_cancelled_call_that_does_not_stop_costs_the_teardown(
+    make_pool: Any, gate: Any, marks: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> None:
+        marks.add("begun")
+        with contextlib.suppress(TaskCancelled):
+            gate.wait()
+        gate.wait()
+
+    def interrupt() -> None:
+        with make_pool(1, teardown=lambda: marks.add("teardown"), cancel_grace_s=0.1) as pool:
+            pool.parfeval(run)
+            assert eventually(lambda: marks.count("begun") == 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert marks.all() == ["begun"]
+    assert "worker 0 (with the cleanup of constants) is skipped: a cancelled call" in caplog.text
 
 
 @pytest.mark.threads

@@ -248,6 +248,21 @@ def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> Non
             parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=600, quiet=True)
 
 
+def test_a_gpu_that_does_not_exist_is_held_by_nobody(tmp_path: Path) -> None:
+    """Where the inventory knows no GPU, the free ones and those of this process's pools are all."""
+    options: dict[str, Any] = {"inventory": SimulatedGpus(tmp_path / "gpus", 0), "quiet": True}
+
+    def is_refused(*chosen: int) -> None:
+        with pytest.raises(ResourceError, match="There is no GPU 7 on this machine, which has 3"):
+            parpool(gpus=chosen, start_timeout_s=60, **options)
+
+    with parpool(gpus=[0, 2], **options):
+        is_refused(7)
+        is_refused(1, 7)
+        with parpool(gpus=[1], **options):
+            is_refused(7)
+
+
 def test_chosen_gpus_that_somebody_else_holds(
     gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,11 +80,17 @@ GIVEN_UP_S = 60.0
 """How long closing a pool waits at most after its Ray was given up [s]."""
 
 WIND_UP_TIMEOUT_S = 10.0
-"""How long the teardown of workers may take [s]."""
+"""How long the teardown of workers may take, and before it the end of cancelled calls [s]."""
 
 WOUND_UP_LATE = (
     "The teardown of worker %d (with the cleanup of constants) did not end within %g s; the worker"
     " is killed."
+)
+
+NOT_WOUND_UP = (
+    "The teardown of worker %d (with the cleanup of constants) is skipped: a cancelled call did not"
+    " stop within cancel_grace_s=%g, so the worker is killed. Raise cancel_grace_s if such calls"
+    " need longer to stop."
 )
 
 logger = logging.getLogger("raypool")
@@ -109,6 +115,7 @@ class RayBackend:
         teardowns = () if profile.teardown is None else (profile.teardown,)
         self._teardowns = tuple(packing.pack(each, "the teardown") for each in teardowns)
         self._profile = profile
+        self.has_cleanups = False
         self._post = post
         self._hub = hub
         self._traffic = traffic
@@ -211,7 +218,7 @@ class RayBackend:
         return claim(most) if self._cards is None else self._cards.regain(most, claim)
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
-        """End the worker in a place, with its teardown if it is free."""
+        """End the worker in a place, with its teardown; what it still runs is cancelled."""
         slot = self._slots.get(place)
         if slot is None:
             return
@@ -241,7 +248,7 @@ class RayBackend:
         with self._retired:
             self._retired.wait_for(
                 lambda: all(slot.worker_id not in self._retiring for slot in slots),
-                WIND_UP_TIMEOUT_S + END_TIMEOUT_S,
+                self._stop_s + WIND_UP_TIMEOUT_S + END_TIMEOUT_S,
             )
         if self._is_up():
             self._placement.lend([slot.claim for slot in slots])
@@ -268,11 +275,17 @@ class RayBackend:
             if worker.index not in claims
         }
 
+    @property
+    def _stop_s(self) -> float:
+        """How long cancelled calls may keep a worker from its teardown [s]."""
+        return min(self._profile.cancel_grace_s, WIND_UP_TIMEOUT_S)
+
     def _retire(self, slot: Slot, then: Chore = lambda: None) -> None:
         """End the worker of a slot; `then` is called when all its processes have ended."""
         with self._replacing:
             actor, worker_id = slot.actor, slot.worker_id
-            is_free = slot.is_set_up and slot.is_idle and not slot.is_ending
+            is_sound = slot.is_set_up and not slot.is_ending
+            running = [] if slot.is_idle else slot.running()
             self._by_worker.pop(worker_id, None)
             slot.actor = None
         if actor is None or not self._is_up():
@@ -286,18 +299,38 @@ class RayBackend:
                 self._retiring.pop(worker_id, None)
                 self._retired.notify_all()
 
-        def end(words: Any = None) -> None:
-            if isinstance(words, str):
-                logger.warning("The teardown of worker %d failed:\n%s", slot.place, words)
-            elif isinstance(words, TimeoutError):
-                logger.warning(WOUND_UP_LATE, slot.place, WIND_UP_TIMEOUT_S)
-            self._agents.end(worker_id, actor, finish)
+        limit_s = WIND_UP_TIMEOUT_S + (self._stop_s if running else 0.0)
+        is_over = False
 
-        if is_free:
+        def end(*warning: Any) -> None:
+            nonlocal is_over
+            if not is_over:  # its calls and its teardown may both be late
+                is_over = True
+                if warning:
+                    logger.warning(*warning)
+                self._agents.end(worker_id, actor, finish)
+
+        def take(answer: Any) -> None:
+            if isinstance(answer, str):
+                end("The teardown of worker %d failed:\n%s", slot.place, answer)
+            elif isinstance(answer, TimeoutError):
+                end(WOUND_UP_LATE, slot.place, limit_s)
+            else:
+                end()
+
+        # nobody waits for what still runs: it need not stop first if there is nothing to tear down
+        if is_sound and (not running or self._teardowns or self.has_cleanups):
+            stuck = functools.partial(end, NOT_WOUND_UP, slot.place, self._profile.cancel_grace_s)
             with unless_ended(self._is_up):
-                self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardowns), end)
+                self._cancel(worker_id, running, stuck)
+                # behind the calls: an actor takes one after the other
+                self._agents.within(limit_s, actor.wind_up.remote(self._teardowns), take)
                 return
         end()
+
+    def _cancel(self, worker_id: int, running: Sequence[tuple[int, int]], stuck: Chore) -> None:
+        for attempt_id, task_id in running:
+            self._agents.signal(worker_id, attempt_id, task_id, Signal.CANCEL, stuck)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -468,6 +501,7 @@ class RayBackend:
         levels, filters = levels_here(), filters_here()
         with slot.lock:
             slot.calls[attempt_id] = behind
+            slot.tasks[attempt_id] = {part.task_id for part in parts}
             stale = slot.take_stale()
             news = News(
                 {each.fn_id: each.packed for each in functions if slot.learn(each)},
@@ -620,7 +654,7 @@ class RayBackend:
             for place in list(self._slots):
                 self.vacate(place)
             with self._retired:
-                limit_s = WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S
+                limit_s = self._stop_s + WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S
                 self._retired.wait_for(lambda: not self._retiring, limit_s)
             if self._is_up():
                 # their node's agent answers nobody
@@ -653,6 +687,7 @@ class Slot:
         "pulse",
         "run",
         "stale",
+        "tasks",
         "told_of",
         "watched",
         "worker_id",
@@ -679,6 +714,7 @@ class Slot:
         # the number of the newest snapshot of the driver's modules that the worker has
         self.project = -1
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
+        self.tasks: dict[int, set[int]] = {}  # the tasks of each of these calls
         # the last that lasted: what was sent behind it is refused, and runs elsewhere
         self.told_of = -1
         self.pulse: Pulse | None = None  # if its process is on this machine
@@ -693,6 +729,7 @@ class Slot:
         It does not if its worker is about to be killed for it: the worker is lost.
         """
         self.calls.pop(attempt_id, None)
+        self.tasks.pop(attempt_id, None)
         return attempt_id != self.doomed
 
     def learn(self, function: Function) -> bool:
@@ -717,6 +754,10 @@ class Slot:
     def is_idle(self) -> bool:
         """Whether the worker runs nothing, and has nothing left to run."""
         return all(behind == self.told_of for behind in list(self.calls.values()))
+
+    def running(self) -> list[tuple[int, int]]:
+        """Return the calls in flight, each with every task in it."""
+        return [(call, task) for call, tasks in list(self.tasks.items()) for task in tasks]
 
     def is_dead(self) -> bool:
         """Whether the worker is known to be dead, so that a call to it would never begin."""

@@ -388,6 +388,7 @@ class Choice:
         self._here = ray.get_runtime_context().get_node_id()
         self._found: dict[Spot, Claim] = {}
         self._seen: set[Spot] = set()  # those that were free
+        self._taken: set[Spot] = set()  # those that this process's other pools hold
         # those with too little memory; their claims are given back all the same
         self._crowd: dict[Spot, Claim] = {}
 
@@ -406,10 +407,17 @@ class Choice:
             ResourceError: One does not exist, or too few are free in time; nothing is kept, and
                 `besides` is released.
         """
+        self._taken = {
+            Spot(str(claim.node_id), card.index)
+            for claims in wanted.others.values()
+            for claim in claims
+            for card in claim.cards or ()
+            if card.index >= 0  # else nobody knows which it is
+        }
         try:
             if self._meant and most:
                 self._check_nodes()
-                self._check_others(min(len(self._meant), most) if least is None else least, wanted)
+                self._check_others(least, most, wanted)
                 self._search(least, most, wanted)
             wishes = self._wishes()
             kept = [self._found[spot] for spot in wishes if spot in self._found][:most]
@@ -437,12 +445,13 @@ class Choice:
         return gpus_of(self._nodes[node_id])
 
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
-        """Return which do not exist: all GPUs of their nodes were seen, but not these."""
-        seen = [spot.node_id for spot in self._seen]
+        """Return which do not exist: all GPUs of their nodes are known, but not these."""
+        known = self._seen | self._taken
+        nodes = [spot.node_id for spot in known]
         return [
             spot
             for spot in spots
-            if spot not in self._seen and seen.count(spot.node_id) == self._total(spot.node_id)
+            if spot not in known and nodes.count(spot.node_id) == self._total(spot.node_id)
         ]
 
     @property
@@ -469,21 +478,22 @@ class Choice:
                 words = f"{name_of(node)}: {words}"
                 raise ResourceError(words, requested=len(indices), available=0)
 
-    def _check_others(self, needed: int, wanted: Wanted) -> None:
+    def _check_others(self, least: int | None, most: int, wanted: Wanted) -> None:
         """Make sure that this process's other pools leave enough: they are not waited for."""
-        taken = {
-            Spot(str(claim.node_id), claim.gpu or 0)
-            for claims in wanted.others.values()
-            for claim in claims
-            if claim.cards
-        }
-        left = [spot.node_id for spot in self._meant if spot not in taken]
+        needed = min(len(self._meant), most) if least is None else least
+        left = [spot.node_id for spot in self._meant if spot not in self._taken]
         rooms = {
             str(node["NodeID"]): self._demand.fits(node)
             for node in shortages.without(wanted.others, self._nodes.values())
         }
         available = sum(min(left.count(node_id), room) for node_id, room in rooms.items())
         if available < needed and wanted.others:
+            if left:  # one that does not exist is held by nobody
+                self._check_existence(set(left))
+                with _choosing:
+                    self._go_round(most)
+                if absent := self._absent(self._meant):
+                    raise self._none_of(absent)
             names = ", ".join(self._name(spot) for spot in self._meant)
             raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
 
@@ -574,12 +584,8 @@ class Choice:
 
     def _shortage(self, least: int | None, most: int) -> ResourceError:
         missing = [spot for spot in self._wishes() if spot not in self._found]
-        absent = self._absent(missing)
-        if absent:
-            node_id = absent[0].node_id
-            there = [spot.gpu for spot in absent if spot.node_id == node_id]
-            seen = sorted(spot.gpu for spot in self._seen if spot.node_id == node_id)
-            return self._no_such(node_id, there, seen)
+        if absent := self._absent(missing):
+            return self._none_of(absent)
         names = [self._name(spot) for spot in missing]
         if missing and self._has_nameless:
             return shortages.nameless(names)
@@ -597,6 +603,14 @@ class Choice:
         if spot.node_id == self._here:
             return f"{spot.gpu}"
         return f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
+
+    def _none_of(self, absent: Sequence[Spot]) -> ResourceError:
+        """Return the error for those of the first one's node, all of whose GPUs are known."""
+        node_id = absent[0].node_id
+        indices = [spot.gpu for spot in absent if spot.node_id == node_id]
+        known = self._seen | self._taken
+        there = sorted(spot.gpu for spot in known if spot.node_id == node_id)
+        return self._no_such(node_id, indices, there)
 
     def _no_such(self, node_id: str, absent: Sequence[int], known: Sequence[int]) -> ResourceError:
         machine = None if node_id == self._here else name_of(self._nodes[node_id])
