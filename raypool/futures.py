@@ -34,6 +34,7 @@ from raypool.errors import (
     told,
     whole_number,
 )
+from raypool.options import takes
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -460,7 +461,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         It begins with the reports that are already here. Reports arrive in order, a few hundredths
         of a second after they were made, and the last ones may arrive after the result. What `fn`
-        raises is logged and ignored, as in `add_done_callback`.
+        raises is ignored, as in `add_done_callback`, and only the first failure is logged.
+
+        Raises:
+            InvalidTypeError: `fn` is not a function of a future and a report.
 
         Example:
             >>> from raypool import parpool, report
@@ -474,18 +478,37 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             {'epoch': 1, 'loss': 0.5}
             {'epoch': 2, 'loss': 0.25}
         """
-        self._subscribe(lambda rows: self._pass_on(fn, rows))
+        if not (callable(fn) and takes(fn, (self, None))):
+            raise InvalidTypeError(
+                f"{fn!r} cannot be called with a future and a report. Pass a function of two"
+                " arguments: fn(future, report)."
+            )
+        has_failed = False
+
+        def pass_on(row: Row) -> None:
+            nonlocal has_failed
+            try:
+                fn(self, report_of_row(row))
+            except BaseException as error:  # also sys.exit(): the pool needs the thread
+                if isinstance(error, TaskCancelled) and in_task():
+                    raise  # in a serial pool of a task: it means the task
+                if not has_failed:  # the same traceback for each report would fill a disk
+                    logger.exception(
+                        "A report callback of %r failed; it is still called for later reports, but"
+                        " further failures are not logged.",
+                        self,
+                    )
+                has_failed = True
+
+        self._subscribe(lambda rows: self._pass_on(pass_on, rows))
 
     def _subscribe(self, listener: Callable[[list[Row]], object]) -> None:
         feed_of(self).subscribe(listener)
 
-    def _pass_on(self, fn: Callable[[Future[T], MetricsReport], object], rows: list[Row]) -> None:
+    def _pass_on(self, take: Callable[[Row], None], rows: list[Row]) -> None:
         def call() -> None:
             for row in rows:
-                try:
-                    _call_back(fn, self, report_of_row(row))
-                except Exception:
-                    logger.exception("A report callback of %r failed.", self)
+                take(row)
 
         for owner in self.owners[:1]:
             owner.do(call)

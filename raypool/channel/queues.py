@@ -188,9 +188,10 @@ class DataQueue(Generic[T]):
     def after_each(self, fn: Callable[[T], object]) -> Listener:
         """Call `fn(value)` for each value: first for queued ones, then as they arrive.
 
-        The queue's own thread calls it, for one value after the other. Exceptions are logged and do
-        not stop the queue. Each of several listeners gets every value that arrives while it is
-        registered. A queue with listeners lives until they are removed, or it is closed.
+        The queue's own thread calls it, for one value after the other. Exceptions do not stop the
+        queue, and only the first is logged. Each of several listeners gets every value that arrives
+        while it is registered. A queue with listeners lives until they are removed, or it is
+        closed.
 
         Returns:
             The listener, with a method `remove()`. Without listeners, values wait in the queue.
@@ -349,6 +350,7 @@ class Listener:
     def __init__(self, fn: Callable[..., object], on_remove: Callable[[Listener], None]) -> None:
         self._fn = fn
         self._on_remove = on_remove
+        self._has_failed = False
         self.is_removed = False
 
     def remove(self) -> None:
@@ -357,13 +359,17 @@ class Listener:
         self._on_remove(self)
 
     def call(self, *values: Any) -> None:
-        """Call the function; an exception is logged."""
+        """Call the function; its first exception is logged."""
         try:
             self._fn(*values)
         except BaseException:  # also sys.exit(): other listeners need the thread
-            logger.exception(
-                "The listener %r failed; it is still called for later values.", self._fn
-            )
+            if not self._has_failed:  # the same traceback for each value would fill a disk
+                logger.exception(
+                    "The listener %r failed; it is still called for later values, but further"
+                    " failures are not logged.",
+                    self._fn,
+                )
+            self._has_failed = True
 
 
 class Packed:

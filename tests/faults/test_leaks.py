@@ -118,3 +118,23 @@ def test_children_and_shared_memory_of_a_worker_that_crashes_go_with_it(
             pool.parfeval(start_and_crash).result(300)
         assert eventually(lambda: strays() <= before)
         assert eventually(lambda: not (Path("/dev/shm") / marks.all()[0]).exists())
+
+
+def test_shared_memory_of_a_worker_goes_with_it(
+    ray_session: None, by_value: None, eventually: Callable[..., bool]
+) -> None:
+    """Also while a child can still use it."""
+
+    def make() -> str:
+        import multiprocessing
+        import time
+        from multiprocessing.shared_memory import SharedMemory
+
+        name = SharedMemory(create=True, size=1000).name
+        multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)).start()
+        return name
+
+    with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as pool:
+        made = Path("/dev/shm") / pool.parfeval(make).result(300)
+        assert made.exists()
+    assert eventually(lambda: not made.exists())

@@ -16,6 +16,7 @@ import pickle
 import platform
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -31,7 +32,7 @@ import ray
 
 from raypool.backends.ray import fork_client, mps
 from raypool.backends.ray.calls import answer_to, given_gpus
-from raypool.backends.ray.node_agent import MARK, WorkerProcess
+from raypool.backends.ray.node_agent import MARK, WorkerProcess, kill_all
 from raypool.backends.ray.packing import (
     Fetched,
     Packed,
@@ -81,6 +82,15 @@ waits.
 
 DRAIN_TIMEOUT_S = 2.0
 """How long an ending worker waits for its last messages to be sent [s]."""
+
+TRACKERS = tuple(
+    f"{package}.resource_tracker"
+    for package in ("multiprocessing", "joblib.externals.loky.backend", "loky.backend")
+)
+"""Modules with a process that removes what nobody has unlinked: shared memory and semaphores."""
+
+TRACKERS_TIMEOUT_S = 2.0
+"""How long an ending worker waits for these processes [s]."""
 
 NEXT_HOME_S = 10.0
 """How long a worker waits for the next home agent [s]: seconds, unless the machine has gone."""
@@ -466,7 +476,29 @@ class PoolWorker:
                     problems.append("".join(traceback.format_exception(error)))
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
+        stop_trackers()
         return "\n".join(problems) or None
+
+
+def stop_trackers() -> None:
+    """Let them remove now what is left: Ray kills them when it ends this process."""
+    found = [sys.modules[name]._resource_tracker for name in TRACKERS if name in sys.modules]
+    running = [tracker for tracker in found if tracker._fd is not None]
+    if not running:
+        return
+    # trackers end after all processes that have used them; a handler of torch's would raise here
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    kill_all(psutil.Process().children(recursive=True))
+
+    def stop() -> None:
+        for tracker in running:
+            with contextlib.suppress(ChildProcessError):  # another process has started it
+                tracker._stop()
+
+    # in a thread: a process that has left this family may use them, and they would wait for it
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    stopping.join(TRACKERS_TIMEOUT_S)
 
 
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
