@@ -214,7 +214,7 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
     Example:
         >>> import torch
         >>> from raypool import TrainingOptions, parpool
-        >>> x, options = torch.linspace(-1, 1, 64)[:, None], TrainingOptions(max_epochs=1)
+        >>> x, options = torch.linspace(-1, 1, 128)[:, None], TrainingOptions(max_epochs=1)
         >>> with parpool(1, profile="inline", quiet=True) as pool:
         ...     loss = torch.nn.functional.mse_loss
         ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), loss, options)
