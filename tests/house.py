@@ -52,7 +52,7 @@ with parpool(2, profile="threads", quiet=True) as pool:
     calls = {
         "parfor": lambda: pool.parfor(abs, range(4)),
         "parfeval": lambda: pool.parfeval(abs, -1).result(),
-        "run_dir=": lambda: pool.parfor(abs, range(4), run_dir=f"{folder}/{next(number)}"),
+        "run_dir": lambda: pool.parfor(abs, range(4), run_dir=f"{folder}/{next(number)}"),
         "cancel": cancel,
     }
     for name, call in calls.items():

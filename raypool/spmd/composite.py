@@ -459,7 +459,7 @@ class Composite(Generic[T]):
         else:
             what, how = "is no longer in the pool", "Create another Composite in an spmd call."
         return CompositeError(
-            f"Worker {entry.place} {what}, and the part of rank {rank} went with it. {how}",
+            f"Worker {entry.place} {what}, and the part of rank {rank} with it. {how}",
             rank=rank,
         )
 

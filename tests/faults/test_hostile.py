@@ -478,13 +478,16 @@ def test_kills_at_random_moments(pool: ParallelPool, eventually: Callable[..., b
         return i * i
 
     def kill() -> None:
-        # a slow machine may start workers no faster than an endless series would kill them
-        while not is_over.wait(chance.uniform(0.1, 0.5)) and len(killed) < 12:
-            worker = chance.choice(pool.workers)
+        # Twice each: a worker that dies again and again while others finish is removed. And a slow
+        # machine may start workers no faster than an endless series would kill them.
+        left = [0, 1, 2] * 2
+        while left and not is_over.wait(chance.uniform(0.1, 0.5)):
+            worker = pool.workers[chance.choice(left)]
             if worker.state == "busy":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
                     killed.append(worker.pid)
+                    left.remove(worker.index)
 
     killed: list[int] = []
     is_over = threading.Event()
