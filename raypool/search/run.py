@@ -983,9 +983,10 @@ class Search(LoopRun):
             self._pass_reports_on()
             if work.interrupt is not None:  # Ctrl-C, inline: the trial has not failed
                 raise work.interrupt
-            self._last_s = result.durations_s[piece.start - result.start]
             values = result.values_of(piece.start, piece.stop)
             for index, value in zip(work.numbers(piece), values, strict=True):
+                if not self.trials[index].stopped_by:  # else the others may take far longer
+                    self._last_s = result.durations_s[piece.start - result.start]
                 work_error = work.errors.get(index)
                 if work_error is None and type(value) is Missing:
                     work_error = value.error
