@@ -124,7 +124,7 @@ class Exchange:
             self._now_knows(queue, worker_id)
         self._news.pop(worker_id, None)
         if rung := self._rung.pop(worker_id, None):
-            rung.set()  # its last question would wait here as long as the pool is open
+            rung.set()  # else its last call would wait here until the pool closes
 
     def _now_knows(self, queue: str, worker_id: int) -> None:
         unaware = self._unaware[queue]
@@ -259,7 +259,7 @@ class Shelf:
             watcher.changed.append(key)
             watcher.rung.set()
             if len(watcher.changed) > MAX_CHANGES:
-                # one that is only slow hears of it at its next call: see `ValueStore`
+                # a watcher that is only slow learns of it at its next call: see `ValueStore`
                 del self._watchers[number]
 
 
@@ -319,7 +319,7 @@ class LocalExchange:
 
         def live() -> None:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                # after it the runner cancels what still waits: see `ask`
+                # then the runner cancels all calls that still wait: see `ask`
                 runner.run(ended.wait())
 
         threading.Thread(target=live, name="raypool-exchange", daemon=True).start()

@@ -131,7 +131,7 @@ class Spool:
 
     def __init__(self) -> None:
         self._segment: TemporaryFile | None = None  # one open file for all
-        # each piece has its own place in the file; reentrant, as the lock of `Feed`
+        # gives each piece its own place in the file; reentrant like the lock of `Feed`
         self._lock = threading.RLock()
 
     def add(self, data: bytes) -> FileBytes | bytes:
@@ -412,7 +412,7 @@ class Holder(Protocol):
     feed: Feed | None
 
 
-# two threads must not make two feeds for one holder; reentrant, as the lock of `Feed`
+# lets only one thread make the feed of a holder; reentrant like the lock of `Feed`
 _making = threading.RLock()
 
 

@@ -290,7 +290,7 @@ class Driver:
             logger.exception("The end of a pool whose driver failed was not clean.")
 
     def _close(self) -> None:
-        # the works last: whoever they wake finds no worker, and a pool that is closed
+        # works end last: threads that they wake must find the pool closed, without workers
         with contextlib.ExitStack() as steps:  # the last first, each whatever the others raise
             steps.callback(self._end_works)
             steps.callback(self._take_no_more)
@@ -300,7 +300,7 @@ class Driver:
             steps.callback(self._backend.close)
 
     def _take_no_more(self) -> None:
-        # both: whoever looks at `closed` under one of them must not miss the end
+        # both locks: a thread that checks `closed` under either must not miss the end
         with self._submit_lock, self.arrivals.lock:
             chores = []
             while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:

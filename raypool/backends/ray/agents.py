@@ -174,7 +174,7 @@ class Agents:
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
         nodes = introduction.node_id, client.home_node()
-        # of each `Succession`: the agent first, since to make one changes its number
+        # what a `Succession` takes: the agent first, since making one changes its number
         here, home = (
             (self._agent_on(node_id), self._names_on(node_id), self._num_made[node_id])
             for node_id in nodes
@@ -376,7 +376,7 @@ class Agents:
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))
-        # before the rest: workers wait for these answers, and the rest may take its time
+        # first: workers wait for these answers; the rest is not urgent
         self._take(agent, answers.at_once())
         for worker_id, number, content in mail:
             if worker_id != OFFERED:

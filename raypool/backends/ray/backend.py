@@ -294,7 +294,7 @@ class RayBackend:
         self._retiring[worker_id] = actor, then
 
         def finish() -> None:
-            then()  # first: who is notified counts on it
+            then()  # first: those who are notified rely on it
             with self._retired:
                 self._retiring.pop(worker_id, None)
                 self._retired.notify_all()
@@ -318,7 +318,7 @@ class RayBackend:
             else:
                 end()
 
-        # nobody waits for what still runs: it need not stop first if there is nothing to tear down
+        # a busy worker without a teardown is killed at once: nobody waits for its result
         if is_sound and (not running or self._teardowns or self.has_cleanups):
             stuck = functools.partial(end, NOT_WOUND_UP, slot.place, self._profile.cancel_grace_s)
             with unless_ended(self._is_up):

@@ -662,7 +662,7 @@ class Survey:
         if not asked:  # Ray refuses to wait for nothing
             return
         refs = [ref for _, ref in asked.values()]
-        # a look only: the caller's loop is here again after `POLL_S`
+        # only looks: the caller's loop comes back after `POLL_S`
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for claim, (at, ref) in asked.items():
             if ref in done:

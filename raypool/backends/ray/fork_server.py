@@ -450,7 +450,7 @@ def take_over(request: dict[str, Any], streams: list[int], server: str) -> None:
     """Make this fork the process that its client stands for; `server`: the path of its server."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.setpgid(0, 0)  # a group of its own, like each of Ray's workers: the agent ends it whole
+    os.setpgid(0, 0)  # like Ray's workers, it leads a process group, which the agent kills
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -181,7 +181,7 @@ class Placement:
         needs: dict[WorkerResources, Need] = {}
         wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
         chosen: dict[WorkerResources, list[Spot]] = {}
-        widened: dict[WorkerResources, int] = {}  # for how many workers more
+        widened: dict[WorkerResources, int] = {}  # how many more workers share their GPUs
         for kind, (least, most) in numbers.items():
             demand = self._demands[kind]
             claims = {id(claim): claim for claim in list(self._claims.values())}

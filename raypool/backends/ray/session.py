@@ -141,7 +141,7 @@ CALLERS = frozenset(
 """Names of the threads of a pool's own that call Ray; none of them runs a user's code."""
 
 KEPT = ".kept"
-"""What the lock of a folder is called that stays."""
+"""The name of the lock in a folder that is kept."""
 
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 

@@ -481,12 +481,12 @@ class PoolWorker:
 
 
 def stop_trackers() -> None:
-    """Let them remove now what is left: Ray kills them when it ends this process."""
+    """Stop the resource trackers, which then clean up: Ray kills them with this process."""
     found = [sys.modules[name]._resource_tracker for name in TRACKERS if name in sys.modules]
     running = [tracker for tracker in found if tracker._fd is not None]
     if not running:
         return
-    # trackers end after all processes that have used them; a handler of torch's would raise here
+    # a tracker waits until all its users have ended; torch's handler would raise at their ends
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_all(psutil.Process().children(recursive=True))
 
@@ -495,7 +495,7 @@ def stop_trackers() -> None:
             with contextlib.suppress(ChildProcessError):  # another process has started it
                 tracker._stop()
 
-    # in a thread: a process that has left this family may use them, and they would wait for it
+    # in a thread: a detached process may still use a tracker, which then does not end
     stopping = threading.Thread(target=stop, daemon=True)
     stopping.start()
     stopping.join(TRACKERS_TIMEOUT_S)
