@@ -116,7 +116,7 @@ def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(
 def test_a_worker_whose_call_was_cancelled_cleans_up(
     make_pool: Any, gate: Any, marks: Any, eventually: Any
 ) -> None:
-    with make_pool(1) as pool:
+    with make_pool(1, cancel_grace_s=300) as pool:
         table = pool.constant(1, cleanup=lambda _: marks.add("cleaned"))
 
         def use() -> None:

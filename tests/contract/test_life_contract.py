@@ -248,7 +248,7 @@ def test_workers_whose_calls_were_cancelled_tear_down(
         marks.add("begun")
         gate.wait()
 
-    with make_pool(2, teardown=lambda: marks.add("teardown")) as pool:
+    with make_pool(2, teardown=lambda: marks.add("teardown"), cancel_grace_s=300) as pool:
         futures = [pool.parfeval(run) for _ in range(2)]
         assert eventually(lambda: marks.count("begun") == 2)
         for future in futures:
