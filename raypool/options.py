@@ -24,6 +24,8 @@ from raypool.errors import (
     whole_number,
 )
 
+GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
 
 class Where(NamedTuple):
     """The worker in one place now, or any in these places; with neither, any at all."""
@@ -141,7 +143,10 @@ def check_callable(fn: Any, others: Iterable[Any] = ()) -> None:
         elif any(map(callable, others)):
             hint = "The function comes first, and its arguments or items after it."
         raise InvalidTypeError(f"{reprlib.repr(fn)} is not callable. {hint}")
-    for code in (fn,) if type(fn) is FunctionType else (fn, type(fn).__call__):
+    # of a plain function a look at its flags is enough, and this is done for each call
+    if type(fn) is FunctionType and not fn.__code__.co_flags & GENERATOR:
+        return
+    for code in fn, type(fn).__call__:
         if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
             raise InvalidTypeError(
                 f"{getattr(fn, '__qualname__', fn)!r} has a yield in it: a call runs nothing and"

@@ -230,12 +230,20 @@ class Modules:
         self._loaded: dict[str, Loaded] = {}
         self._versions: dict[str, Version] = {}
         self._newest: Any = None
+        self._last_spec: Any = None
 
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, imported ones first; the same object if nothing has changed."""
         modules = sys.modules
         # not a set's `isdisjoint`, which goes through all modules
         is_patched = any(name in modules for name in PATCHERS)
+        newest = _newest_import()
+        last_spec = getattr(modules.get(newest[1]), "__spec__", None)
+        # A reload moves its module to the end, with another spec. So a look at the last module is
+        # enough for most calls, and users have hundreds of modules. Not `==`: specs are equal then
+        if newest == self._newest and last_spec is self._last_spec and not is_patched:
+            return self._versions
+        self._last_spec = last_spec
         changed = [
             (name, known, module)
             for name, known in self._loaded.items()
@@ -252,9 +260,9 @@ class Modules:
                 self._loaded[name] = known._replace(spec=module.__spec__)  # its reload has failed
             else:
                 self._take(name, module, known.version.reloads + 1)
-        if (newest := _newest_import()) != self._newest:
+        if newest != self._newest:
             self._newest = newest
-            for name, module in sys.modules.copy().items():
+            for name, module in modules.copy().items():
                 if name not in self._loaded and is_users(name):
                     self._take(name, module, 0)
         return self._versions

@@ -201,7 +201,11 @@ class Engine:
             if not isinstance(packed, bytes):
                 return Function(next(self._function_ids), packed, name, project)
             key = packed, 0 if project is None else project.number
-            known = self._known.pop(key, None)
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)  # the first is forgotten first
+                if known.function is not None:
+                    return known.function
             function = self._functions.get(key)
             if function is None:
                 fn_id = next(self._function_ids) if known is None else known.fn_id
