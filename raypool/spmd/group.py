@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from raypool.spmd.transport import (
     in_thread,
     sever,
 )
-from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
+from raypool.spmd.watch import ENDED, LOOK_S, RankWatch, Whereabouts, begun_collectives, progress
 from raypool.spmd.wire import BEGIN, END, Header, Packer, find_disagreement, ordinal
 from raypool.task import current_task
 from raypool.worker.folders import folder_of_process, make_private
@@ -91,6 +92,8 @@ class Group:
         self._looks = self._seen_ended = 0
         self._began = self._since = 0.0  # of this call, and of the current wait (Unix time [s])
         self.mismatch: CollectiveError | None = None
+        self._watch: RankWatch | None = None  # of the current call
+        self._bell: threading.Event | None = None  # wakes the thread that looks
         if isinstance(transport, GlooTransport):
             # weakly, because a retired transport outlives its group
             still_waiting = weakref.WeakMethod(self._still_waiting)
@@ -266,26 +269,40 @@ class Group:
             self._moves,
             self._place,
         )
-        is_over = threading.Event()
-        threading.Thread(
-            target=self._watch, args=(watch, is_over), name="raypool-watch", daemon=True
-        ).start()
+        self._watch = watch
+        if self._bell is None:  # one thread for all calls, which sleeps through short ones
+            self._bell = threading.Event()
+            thread = threading.Thread(
+                target=self._watch_calls, args=(self._bell,), name="raypool-watch", daemon=True
+            )
+            Context().run(thread.start)  # outside the task of this call, which it outlives
+        if watch.pause_s < LOOK_S:
+            self._bell.set()
         try:
             yield
         finally:
-            is_over.set()
+            self._watch = None
 
-    def _watch(self, watch: RankWatch, is_over: threading.Event) -> None:
-        with suppress(RuntimeError):  # the store went with rank 0: connections tell
-            while not is_over.wait(watch.pause_s):
+    def _watch_calls(self, bell: threading.Event) -> None:
+        while self._bell is not None:
+            watch = self._watch
+            bell.wait(LOOK_S if watch is None else watch.pause_s)
+            bell.clear()
+            if watch is None or self._watch is not watch:
+                continue
+            try:
                 verdict = watch.look(time.monotonic())
-                if verdict is not None and not is_over.is_set():
-                    self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
-                    # In raypool's own wait the rank raises that itself, once in a slice. In torch's
-                    # it waits in native code, which only a closed group ends.
-                    if watch.is_stuck and self.at_hand is None and not self._is_ending:
+            except RuntimeError:  # the store went with rank 0: connections tell
+                self._watch = None
+                continue
+            if verdict is not None and self._watch is watch:
+                self._watch = None
+                self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
+                # In raypool's own wait the rank raises that itself, once in a slice. In torch's it
+                # waits in native code, which only a closed group ends.
+                if watch.is_stuck and self.at_hand is None and not self._is_ending:
+                    with suppress(RuntimeError):
                         close_world(self.world)
-                    return
 
     def _moves(self) -> str:
         # torch's record alone has no messages
@@ -351,6 +368,9 @@ class Group:
         if self.world is not None:
             with suppress(RuntimeError, ValueError):  # the user may have destroyed it already
                 close_world(self.world)
+        bell, self._bell = self._bell, None
+        if bell is not None:
+            bell.set()
         self.world = self.nccl = self.store = None
         self.transport = _Closed()
 
