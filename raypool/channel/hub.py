@@ -11,6 +11,7 @@ their numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -76,6 +77,7 @@ class Outbox:
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell
+        self._hurry: queue.SimpleQueue[None] = queue.SimpleQueue()  # ends a pause of the thread
         self._num_bytes = 0
         # reentrant: a finalizer that happens to run while it is locked may print
         self._counting = threading.RLock()
@@ -170,15 +172,19 @@ class Outbox:
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was added has arrived: this process may be about to end."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            with self._taking:
-                if self._entries.empty() and not self._sending[1]:
-                    return
+        if self._is_waiting():
+            self._hurry.put(None)
+        while self._is_waiting() and time.monotonic() < deadline:
             time.sleep(LOOK_AGAIN_S)
+
+    def _is_waiting(self) -> bool:
+        with self._taking:
+            return bool(self._sending[1]) or not self._entries.empty()
 
     def close(self) -> None:
         """Send nothing more."""
         self._closed.set()
+        self._hurry.put(None)
         self._bell.put("closed")
 
     def _take(self) -> tuple[int, bytes]:
@@ -214,7 +220,8 @@ class Outbox:
             if batch:
                 self._deliver(number, batch)
                 self._sending = 0, b""
-                self._closed.wait(INTERVAL_S)  # not a sleep, which `close` could not end
+                with contextlib.suppress(queue.Empty):
+                    self._hurry.get(timeout=INTERVAL_S)
 
     def _deliver(self, number: int, batch: bytes) -> None:
         while not self._closed.is_set():
@@ -227,7 +234,7 @@ class Outbox:
                     logger.warning(
                         "Reports and output of tasks could not be sent: %r. Retrying.", error
                     )
-                self._closed.wait(RETRY_S)  # likewise
+                self._closed.wait(RETRY_S)  # not a sleep, which `close` could not end
             else:
                 self._gets_through = True
                 return

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted, did_you_mean
 from raypool.journal.files import REPORTS
 from raypool.worker.folders import sync_folder
-from raypool.worker.running import note_here, uninterruptible
+from raypool.worker.running import note_here, secure_reports, uninterruptible
 
 PARTIAL = ".partial"
 
@@ -466,6 +466,7 @@ class CheckpointCommit:
         plan = self._plan
         try:
             # first: what a run reported before the checkpoint is not reported again after it
+            secure_reports()
             add_reports(plan.run_dir, plan.name, reports)
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:

@@ -361,9 +361,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 bool(delete_local_checkpoint_after_upload),
                 checkpoint_upload_fn,
             )
-            if self._spmd.rank == 0:
-                secure_reports()
             brought = None if checkpoint is None else own
+            secure_reports(0.0)  # they leave while the files are copied
             path = self._commit.keep(brought, checkpoint_dir_name, said, self._reports)
             self._reports.clear()
             self._checkpoint = Checkpoint.from_directory(path)

@@ -271,10 +271,10 @@ def item_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
-def secure_reports() -> None:
+def secure_reports(timeout_s: float = SECURE_TIMEOUT_S) -> None:
     """Wait until the reports of this process have left it: a checkpoint after them survives it."""
     if this_process.link is not None:
-        this_process.link.drain(SECURE_TIMEOUT_S)
+        this_process.link.drain(timeout_s)
 
 
 class ExchangeClient(Protocol):
