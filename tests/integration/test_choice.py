@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import textwrap
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -261,6 +262,34 @@ def test_a_gpu_that_does_not_exist_is_held_by_nobody(tmp_path: Path) -> None:
         is_refused(1, 7)
         with parpool(gpus=[1], **options):
             is_refused(7)
+
+
+def test_a_gpu_that_is_given_back_late_exists(
+    tmp_path: Path, eventually: Callable[..., bool]
+) -> None:
+    """The first look at the free ones does not see it; a later one does, and so GPU 7 is none."""
+    gate, holds = tmp_path / "gate", tmp_path / "holds"
+
+    @ray.remote(num_gpus=1, num_cpus=0)
+    def hold() -> None:
+        holds.touch()
+        while not gate.exists():
+            time.sleep(0.01)
+
+    def num_ended() -> int:
+        return sum(each["state"] == "REMOVED" for each in ray.util.placement_group_table().values())
+
+    options: dict[str, Any] = {"inventory": SimulatedGpus(tmp_path / "gpus", 0), "quiet": True}
+    with parpool(gpus=[0, 2], **options), ThreadPoolExecutor(1) as threads:
+        held = hold.remote()
+        assert eventually(holds.exists)
+        before = num_ended()
+        attempt = threads.submit(parpool, gpus=[1, 7], start_timeout_s=60, **options)
+        assert eventually(lambda: num_ended() > before)  # the first look is over
+        gate.touch()
+        with pytest.raises(ResourceError, match="There is no GPU 7 on this machine, which has 3"):
+            attempt.result()
+        ray.get(held)
 
 
 def test_chosen_gpus_that_somebody_else_holds(

@@ -322,6 +322,9 @@ def _await_claims(kinds: Sequence[ClaimProgress], wanted: Wanted) -> None:
 ROUND_S = 1.0
 """How long to hold unwanted GPUs while the wanted one might still turn up [s]."""
 
+EXISTENCE_S = 10.0
+"""How long to look whether GPUs exist that this process's pools leave too few of [s]."""
+
 # two pools of this process that choose at once would hold what the other wants
 _choosing = threading.Lock()
 
@@ -447,12 +450,11 @@ class Choice:
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
         """Return which do not exist: all GPUs of their nodes are known, but not these."""
         known = self._seen | self._taken
-        nodes = [spot.node_id for spot in known]
-        return [
-            spot
-            for spot in spots
-            if spot not in known and nodes.count(spot.node_id) == self._total(spot.node_id)
-        ]
+        return [spot for spot in spots if spot not in known and self._knows_all(spot.node_id)]
+
+    def _knows_all(self, node_id: str) -> bool:
+        known = [spot for spot in self._seen | self._taken if spot.node_id == node_id]
+        return len(known) == self._total(node_id)
 
     @property
     def _has_nameless(self) -> bool:
@@ -490,12 +492,26 @@ class Choice:
         if available < needed and wanted.others:
             if left:  # one that does not exist is held by nobody
                 self._check_existence(set(left))
-                with _choosing:
-                    self._go_round(most)
-                if absent := self._absent(self._meant):
-                    raise self._none_of(absent)
+                self._look_for_all(set(left), most, wanted)
             names = ", ".join(self._name(spot) for spot in self._meant)
             raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
+
+    def _look_for_all(self, node_ids: set[str], most: int, wanted: Wanted) -> None:
+        """Raise an error if one of them does not exist, as far as that shows soon."""
+        deadline = time.monotonic() + EXISTENCE_S
+        while True:
+            with _choosing:
+                self._go_round(most)
+            if absent := self._absent(self._meant):
+                raise self._none_of(absent)
+            # a round misses a GPU that was given back a moment ago, and those that others hold
+            if (
+                all(self._knows_all(node_id) for node_id in node_ids)
+                or besides_us(holders())
+                or wanted.is_over()
+                or time.monotonic() > deadline
+            ):
+                return
 
     def _search(self, least: int | None, most: int, wanted: Wanted) -> None:
         """Look for them until there is nothing more to be had, or time is up."""
