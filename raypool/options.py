@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from raypool.core.model import TaskSpec
@@ -143,8 +143,9 @@ def check_callable(fn: Any, others: Iterable[Any] = ()) -> None:
         elif any(map(callable, others)):
             hint = "The function comes first, and its arguments or items after it."
         raise InvalidTypeError(f"{reprlib.repr(fn)} is not callable. {hint}")
-    # of a plain function a look at its flags is enough, and this is done for each call
-    if type(fn) is FunctionType and not fn.__code__.co_flags & GENERATOR:
+    # quick for plain functions, as this is done for each call
+    is_plain = type(fn) is FunctionType and not fn.__code__.co_flags & GENERATOR
+    if is_plain or type(fn) is BuiltinFunctionType:
         return
     for code in fn, type(fn).__call__:
         if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):

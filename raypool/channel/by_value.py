@@ -182,7 +182,7 @@ def goes_by_value(module: str) -> bool:
 # with `global model; model = load()` tasks should find the model. A function keeps a variable of
 # its own if that is not what the setup began with: the user has changed it since.
 
-CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, type)
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
 
 

@@ -118,6 +118,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         self._refs = refs
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) in by_value.CODE:  # most values: a function consists of such
+            return super().reducer_override(value)
         if isinstance(value, ray.ObjectRef):
             self._refs.append(value)
             return _arrived_ref, (len(self._refs) - 1,)
