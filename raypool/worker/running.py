@@ -272,7 +272,10 @@ def item_seed(seed: int, index: int) -> int:
 
 
 def secure_reports(timeout_s: float = SECURE_TIMEOUT_S) -> None:
-    """Wait until the reports of this process have left it: a checkpoint after them survives it."""
+    """Send this process's reports at once, and wait this long for their arrival [s].
+
+    A checkpoint written after that cannot outlive them.
+    """
     if this_process.link is not None:
         this_process.link.drain(timeout_s)
 

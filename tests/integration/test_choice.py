@@ -30,6 +30,7 @@ from raypool import (
     current_task,
     parpool,
 )
+from raypool.backends.ray import claims
 from raypool.gpus.simulated import SimulatedGpus
 
 pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
@@ -249,8 +250,11 @@ def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> Non
             parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=600, quiet=True)
 
 
-def test_a_gpu_that_does_not_exist_is_held_by_nobody(tmp_path: Path) -> None:
+def test_a_gpu_that_does_not_exist_is_held_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the inventory knows no GPU, the free ones and those of this process's pools are all."""
+    monkeypatch.setattr(claims, "EXISTENCE_S", 300.0)  # on a slow machine Ray takes long
     options: dict[str, Any] = {"inventory": SimulatedGpus(tmp_path / "gpus", 0), "quiet": True}
 
     def is_refused(*chosen: int) -> None:
@@ -265,9 +269,10 @@ def test_a_gpu_that_does_not_exist_is_held_by_nobody(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_given_back_late_exists(
-    tmp_path: Path, eventually: Callable[..., bool]
+    tmp_path: Path, eventually: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first look at the free ones does not see it; a later one does, and so GPU 7 is none."""
+    monkeypatch.setattr(claims, "EXISTENCE_S", 300.0)  # on a slow machine Ray takes long
     gate, holds = tmp_path / "gate", tmp_path / "holds"
 
     @ray.remote(num_gpus=1, num_cpus=0)

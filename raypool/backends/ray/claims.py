@@ -323,7 +323,7 @@ ROUND_S = 1.0
 """How long to hold unwanted GPUs while the wanted one might still turn up [s]."""
 
 EXISTENCE_S = 10.0
-"""How long to look whether GPUs exist that this process's pools leave too few of [s]."""
+"""How long to look for chosen GPUs that may not exist, if pools of this process hold others [s]."""
 
 # two pools of this process that choose at once would hold what the other wants
 _choosing = threading.Lock()
@@ -497,14 +497,14 @@ class Choice:
             raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
 
     def _look_for_all(self, node_ids: set[str], most: int, wanted: Wanted) -> None:
-        """Raise an error if one of them does not exist, as far as that shows soon."""
+        """Raise an error if a chosen GPU turns out not to exist."""
         deadline = time.monotonic() + EXISTENCE_S
         while True:
             with _choosing:
                 self._go_round(most)
             if absent := self._absent(self._meant):
                 raise self._none_of(absent)
-            # a round misses a GPU that was given back a moment ago, and those that others hold
+            # again: a round does not see a GPU that was given back only a moment ago
             if (
                 all(self._knows_all(node_id) for node_id in node_ids)
                 or besides_us(holders())
