@@ -949,7 +949,8 @@ class PoolView(concurrent.futures.Executor):
         engine = target._engine
         engine.warn_of_generators(fn)
         check_located(args, engine, size, places)
-        return submit_gang(engine, RankFunction(fn), args, target._options, size, places)
+        function = engine.function(RankFunction(fn), fn)
+        return submit_gang(engine, function, args, target._options, size, places)
 
     def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:
         """Return where ranks run, how many, and in which places (None: any), rank 0 first."""

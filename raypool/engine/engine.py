@@ -191,8 +191,12 @@ class Engine:
         if self.is_closing or self.driver.closed.is_set():
             raise PoolClosedError(self._why_closed)
 
-    def function(self, fn: Callable[..., Any]) -> Function:
-        """Return a function ready to be shipped: the same object for the same code and closure."""
+    def function(self, fn: Callable[..., Any], users: Callable[..., Any] | None = None) -> Function:
+        """Return a function ready to be shipped: the same object for the same code and closure.
+
+        `users`: the user's function in `fn`, if `fn` is raypool's own and holds nothing else.
+        """
+        users = fn if users is None else users
         name = function_name(fn)
         # every time: what it refers to may have changed since the last call
         packed = self.backend.pack(fn, f"the function {name}")
@@ -212,7 +216,7 @@ class Engine:
                 function = self._functions[key] = Function(fn_id, packed, name, project)
             # workers keep one that they find by its name: its variables are its module's
             is_by_name = (
-                isinstance(fn, (types.FunctionType, types.BuiltinFunctionType, type))
+                isinstance(users, (types.FunctionType, types.BuiltinFunctionType, type))
                 and BY_VALUE not in packed
             )
             self._known[key] = Known(function.fn_id, function if is_by_name else None)

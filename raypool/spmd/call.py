@@ -328,7 +328,7 @@ def warm_groups_of(driver: Driver) -> WarmGroups:
 
 def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     engine: Engine,
-    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Any] | Function,
+    function: Function,
     args: Sequence[Any],
     options: Options,
     size: int,
@@ -336,12 +336,11 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     is_loan: bool = False,
     kind: Callable[..., SpmdWork] = SpmdWork,
 ) -> SpmdFuture:
-    """Submit a gang of ranks; each gets its assignment and a function that opens the arguments.
+    """Submit a gang of ranks; each is given its assignment and a function that opens the arguments.
 
     With `is_loan` no rank is called: the caller has the workers' places until `Driver.end_loan`.
     `kind` makes the result from the answers.
     """
-    function = run_rank if isinstance(run_rank, Function) else engine.function(run_rank)
     work = kind(engine, function, args, options, size)
     spec = TaskSpec(  # not `options.spec`: a rank never runs again, so `retries` is not for it
         -1,

@@ -391,7 +391,7 @@ class WarmLane:
     def __init__(self, engine: Engine, loop: Callable[..., Any], config: Any) -> None:
         engine.check_open()  # else packing could start a new Ray
         self._engine = engine
-        self._function = engine.function(WarmRank(WarmLoop(loop)))
+        self._function = engine.function(WarmRank(WarmLoop(loop)), loop)
         self._open_config = engine.opener(config, f"the config of {self._function.name}")
 
     def begin(

@@ -411,7 +411,7 @@ class ManagedAttempt:
         lent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loan = submit_gang(
             engine,
-            lambda *_: None,  # nobody calls it
+            engine.function(id),  # nobody calls it
             (),
             # its time starts once all workers are free
             replace(self._options, timeout_s=None, name=self._plan.name),

@@ -16,6 +16,7 @@ from raypool import Profile
 from raypool.backends.local import InlineBackend
 from raypool.engine.engine import KNOWN_BYTES, Engine
 from raypool.engine.inbox import InlineInbox
+from raypool.spmd.context import RankFunction
 
 
 class Packing(InlineBackend):
@@ -56,3 +57,14 @@ def test_a_function_by_name_is_kept_until_others_take_the_room(engine: Engine) -
     for number in range(20):
         engine.function(functools.partial(len, bytes([number]) * (KNOWN_BYTES // 20)))
     assert watched() is None
+
+
+def test_what_is_around_a_users_function_is_kept_as_long_as_it(engine: Engine) -> None:
+    """Else workers open the function of an `spmd` loop anew at each call, and collect garbage."""
+
+    def own(context: Any) -> None:
+        pass
+
+    by_name, with_code = (weakref.ref(engine.function(RankFunction(fn), fn)) for fn in (len, own))
+    assert by_name() is not None
+    assert with_code() is None

@@ -153,7 +153,8 @@ def test_workers_that_a_cancelled_loan_still_gets_are_heard_of_before_its_end() 
             super().assemble(members)
 
     with parpool(1, profile="threads", quiet=True) as pool:
-        driver = pool._engine.driver
+        engine = pool._engine
+        driver = engine.driver
 
         def take(members: Any) -> None:
             got.append(members)
@@ -162,7 +163,7 @@ def test_workers_that_a_cancelled_loan_still_gets_are_heard_of_before_its_end() 
 
         kind = functools.partial(Cancelled, take)
         loan = submit_gang(
-            pool._engine, lambda *_: None, (), Options(), 1, None, is_loan=True, kind=kind
+            engine, engine.function(id), (), Options(), 1, None, is_loan=True, kind=kind
         )
         with pytest.raises(CancelledError):
             loan.result(300)
