@@ -235,8 +235,7 @@ class Modules:
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, imported ones first; the same object if nothing has changed."""
         modules = sys.modules
-        # not a set's `isdisjoint`, which goes through all modules
-        is_patched = any(name in modules for name in PATCHERS)
+        is_patched = not modules.keys().isdisjoint(PATCHERS)
         newest = _newest_import()
         last_spec = getattr(modules.get(newest[1]), "__spec__", None)
         # A reload moves its module to the end, with another spec. So a look at the last module is
