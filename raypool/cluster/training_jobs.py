@@ -232,8 +232,9 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
         if is_running:
             submission.say(
                 f"Job {job_id} may keep running. `raypool cluster connect {file}` opens a tunnel"
-                f" to it, `raypool job logs --follow {job_id}` shows its output, and `raypool job"
-                f" stop {job_id}` stops it."
+                " to it, and prints a profile for raypool.toml. With that, `raypool job logs"
+                f" --profile raypool --follow {job_id}` shows its output, and `raypool job stop"
+                f" --profile raypool {job_id}` stops it."
             )
         if is_kept or is_running:
             idle = ClusterPlan.idle_shutdown_minutes

@@ -685,7 +685,7 @@ def test_a_cluster_stays_whose_job_may_still_be_running(
         "up a-cluster.yaml",
         f"{LEFT}, or until it has been unused for 60 minutes.",
     )
-    assert "`raypool job logs --follow job_1` shows its output" in how
+    assert "`raypool job logs --profile raypool --follow job_1` shows its output" in how
 
 
 def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
