@@ -229,8 +229,12 @@ class Modules:
     def __init__(self) -> None:
         self._loaded: dict[str, Loaded] = {}
         self._versions: dict[str, Version] = {}
+        # as the last look found them, to see quickly that nothing has changed
         self._newest: Any = None
         self._last_spec: Any = None
+        self._names: tuple[str, ...] = ()
+        self._objects: list[Any] = []
+        self._is_settled = False
 
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, imported ones first; the same object if nothing has changed."""
@@ -238,11 +242,18 @@ class Modules:
         is_patched = not modules.keys().isdisjoint(PATCHERS)
         newest = _newest_import()
         last_spec = getattr(modules.get(newest[1]), "__spec__", None)
-        # A reload moves its module to the end, with another spec. So a look at the last module is
-        # enough for most calls, and users have hundreds of modules. Not `==`: specs are equal then
-        if newest == self._newest and last_spec is self._last_spec and not is_patched:
+        # A reload moves its module to the end, with another spec: there is no need to look at
+        # hundreds of specs in each call. Not `==`: these specs are equal.
+        if (
+            self._is_settled
+            and newest == self._newest
+            and last_spec is self._last_spec
+            and list(map(modules.get, self._names)) == self._objects
+            and not is_patched
+        ):
             return self._versions
-        self._last_spec = last_spec
+        self._is_settled = False  # a look that is interrupted is made again
+        is_settled, is_loading = True, False
         changed = [
             (name, known, module)
             for name, known in self._loaded.items()
@@ -257,32 +268,38 @@ class Modules:
                 del self._versions[name]
             elif module is known.module and _ids(_contents(module)) == _ids(known.contents):
                 self._loaded[name] = known._replace(spec=module.__spec__)  # its reload has failed
-            else:
-                self._take(name, module, known.version.reloads + 1)
+            else:  # its file may be absent for a moment
+                is_settled &= self._take(name, module, known.version.reloads + 1)
         if newest != self._newest:
-            self._newest = newest
             for name, module in modules.copy().items():
                 if name not in self._loaded and is_users(name):
+                    is_loading |= _is_loading(module)
                     self._take(name, module, 0)
+            self._newest = None if is_loading else newest
+        self._last_spec = last_spec
+        self._names = tuple(self._loaded)
+        self._objects = [each.module for each in self._loaded.values()]
+        self._is_settled = is_settled
         return self._versions
 
-    def _take(self, name: str, module: types.ModuleType, reloads: int) -> None:
+    def _take(self, name: str, module: types.ModuleType, reloads: int) -> bool:
+        """Note a module as it was loaded, if it comes from a file; return whether it does."""
         loaded = _loaded(module, reloads)
         if loaded is not None:
             self._loaded[name] = loaded
             self._versions = {**self._versions, name: loaded.version}
+        return loaded is not None
+
+
+def _is_loading(module: types.ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
     """Return a module that was loaded just now; None if it comes from no file of Python code."""
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None)
-    if (
-        spec is None
-        or not file
-        or not file.endswith(".py")
-        or getattr(spec, "_initializing", False)
-    ):
+    if spec is None or not file or not file.endswith(".py") or _is_loading(module):
         return None
     try:
         with Path(file).open("rb") as opened:

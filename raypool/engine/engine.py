@@ -205,14 +205,14 @@ class Engine:
             if not isinstance(packed, bytes):
                 return Function(next(self._function_ids), packed, name, project)
             key = packed, 0 if project is None else project.number
-            known = self._known.get(key)
+            known, function = self._known.get(key), self._functions.get(key)
             if known is not None:
                 self._known.move_to_end(key)  # the first is forgotten first
-                function = self._functions.get(key)
                 if function is not None:
                     return function
-            fn_id = next(self._function_ids) if known is None else known.fn_id
-            function = self._functions[key] = Function(fn_id, packed, name, project)
+            if function is None:
+                fn_id = next(self._function_ids) if known is None else known.fn_id
+                function = self._functions[key] = Function(fn_id, packed, name, project)
             # workers keep one that they find by its name: its variables are its module's
             is_by_name = (
                 isinstance(users, (types.FunctionType, types.BuiltinFunctionType, type))

@@ -59,6 +59,14 @@ def test_a_function_by_name_is_kept_until_others_take_the_room(engine: Engine) -
     assert watched() is None
 
 
+def test_a_function_in_use_stays_one_when_others_take_its_room(engine: Engine) -> None:
+    def ask(number: int) -> Any:
+        return engine.function(functools.partial(len, bytes([number]) * (KNOWN_BYTES // 10)))
+
+    functions = [ask(number) for number in range(20)]
+    assert [ask(number) for number in range(20)] == functions
+
+
 def test_what_is_around_a_users_function_is_kept_as_long_as_it(engine: Engine) -> None:
     """Else workers open the function of an `spmd` loop anew at each call, and collect garbage."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -88,6 +89,53 @@ def test_a_version_is_what_is_loaded(
         reload(lab)
     assert project.look() is second
     _reloaders.clear()
+
+
+@pytest.fixture
+def without_patchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove those that other tests have imported: each look is a thorough one while they are."""
+    for name in PATCHERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("without_patchers")
+def test_a_module_that_replaces_another_is_noticed(lab: ModuleType) -> None:
+    """As in Python's own recipe for a file that is imported: it keeps its place in `sys.modules`,
+    and modules that were imported later stay behind it.
+    """
+    sys.modules["imported_later"] = ModuleType("imported_later")
+    project = Project()
+    project.look()  # which may itself import something
+    first = project.look().versions[NAME]
+    edit(lab, "def train():\n    return 'new'\n")
+    spec = importlib.util.spec_from_file_location(NAME, str(lab.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[NAME])
+    assert project.look().versions[NAME].digest != first.digest
+    del sys.modules["imported_later"]
+
+
+@pytest.mark.usefixtures("without_patchers")
+@pytest.mark.parametrize("error", [FileNotFoundError, KeyboardInterrupt])
+def test_a_look_that_could_not_read_a_file_is_made_again(
+    lab: ModuleType, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """An editor writes it anew, or the user presses Ctrl-C."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    project = Project()
+    project.look()  # which may itself import something
+    first = project.look().versions[NAME]
+    edit(lab, "def train():\n    return 'new'\n")
+    importlib.reload(lab)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(Path, "open", fail)
+        project.look()
+    assert project.look().versions[NAME].digest != first.digest
 
 
 def test_of_a_module_that_was_edited_before_anybody_looked_the_version_is_not_known(
