@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -101,6 +102,11 @@ class SpmdFuture(Future[Any]):
         return self._caught_up().metrics("rank")
 
 
+def _catch_up(catch_ups: Sequence[Callable[[], None]]) -> None:
+    for catch_up in list(catch_ups):  # a copy: the driver's thread may add to it
+        catch_up()
+
+
 class SpmdWork:
     """All ranks of a call; its outcome is a future of a `Composite`."""
 
@@ -124,11 +130,8 @@ class SpmdWork:
         self._answers: dict[int, Any] = {}
         self._failures: list[RankFailure] = []
         self._catch_ups: list[Callable[[], None]] = []
-        self.future.catch_up = self._catch_up
-
-    def _catch_up(self) -> None:
-        for catch_up in list(self._catch_ups):  # a copy: the driver's thread may add to it
-            catch_up()
+        # not a method: the future's Composite would wait for the garbage collector
+        self.future.catch_up = functools.partial(_catch_up, self._catch_ups)
 
     @property
     def holder(self) -> SpmdFuture:
@@ -225,7 +228,7 @@ class SpmdWork:
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Resolve the future: with the result of the call, or with the error."""
-        # a future that the user keeps holds this object (`catch_up`), but not the arguments
+        # not needed any more, and a finalizer of theirs may wait to run
         self._args, self._open_args = (), tuple
         future, members = self.future, self._members
         future.finished_at = datetime.now(UTC)

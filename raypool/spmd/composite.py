@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import itertools
 import operator
 import sys
 import weakref
@@ -35,6 +37,9 @@ from raypool.worker.running import PLAIN, in_task
 
 PLAIN_BYTES = 1024
 """An immutable value up to this size [bytes] is also kept in the Composite itself."""
+
+MOST_TRACES = 1000
+"""Of a list of values that is freed, only so many are watched."""
 
 MAX_TEXT = 100
 """A description has at most this length [characters]: it is one line of several."""
@@ -102,12 +107,12 @@ def read(key: str, rank: int, *, travels: bool = True) -> Any:
 
 
 def remove(key: str, rank: int) -> None:
-    """Forget the part of one rank, if it is here."""
+    """Forget the part of one rank, if it is here, and release its memory."""
     own = _parts.get(key, {})
-    own.pop(rank, None)
+    traces = _traces(own.pop(rank, None))
     if not own:
         drop(key)
-    _empty_cache()
+    _release(traces)
 
 
 def drop(key: str) -> None:
@@ -117,12 +122,29 @@ def drop(key: str) -> None:
 
 
 def forget(key: str) -> None:
-    """Drop all parts in a worker's own process, and release their GPU memory."""
+    """Drop all parts in a worker's own process, and release their memory."""
+    traces = [trace for value in _parts.get(key, {}).values() for trace in _traces(value)]
     drop(key)
-    _empty_cache()
+    _release(traces)
 
 
-def _empty_cache() -> None:
+def _traces(value: Any) -> list[weakref.ref[Any]]:
+    """Return weak references to a value, and to what is in it if it is a dict, list or tuple."""
+    traces = []
+    with contextlib.suppress(Exception):  # of a user's own class, which may raise anything
+        inner = value.values() if isinstance(value, dict) else value
+        inner = inner if isinstance(value, (dict, list, tuple)) else ()
+        for each in (value, *itertools.islice(inner, MOST_TRACES)):
+            with contextlib.suppress(TypeError):  # a number, say, cannot be in a cycle
+                traces.append(weakref.ref(each))
+    return traces
+
+
+def _release(traces: Sequence[weakref.ref[Any]]) -> None:
+    # A Lightning module and its trainer refer to each other, and both to the GPU. What goes without
+    # the collector is spared its 0.1 s, such as a tensor that each step of a loop returns.
+    if any(trace() is not None for trace in traces):
+        gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other processes on this GPU see the cache as taken

@@ -288,15 +288,19 @@ class Group:
             watch = self._watch
             bell.wait(LOOK_S if watch is None else watch.pause_s)
             bell.clear()
-            if watch is None or self._watch is not watch:
+            if watch is None or watch.is_over or self._watch is not watch:
                 continue
             try:
                 verdict = watch.look(time.monotonic())
             except RuntimeError:  # the store went with rank 0: connections tell
-                self._watch = None
+                watch.is_over = True
+                continue
+            except Exception:
+                logger.exception("The watch for ranks that cannot meet has failed, for this call.")
+                watch.is_over = True
                 continue
             if verdict is not None and self._watch is watch:
-                self._watch = None
+                watch.is_over = True
                 self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
                 # In raypool's own wait the rank raises that itself, once in a slice. In torch's it
                 # waits in native code, which only a closed group ends.
@@ -361,6 +365,9 @@ class Group:
 
     def close(self) -> None:
         """Close all connections; ranks that wait for this one fail at once."""
+        bell, self._bell = self._bell, None
+        if bell is not None:
+            bell.set()
         if self._has_ended_well:  # no rank waits, but the last message may not be read everywhere
             _retire(self.transport, self.store)
         else:
@@ -368,9 +375,6 @@ class Group:
         if self.world is not None:
             with suppress(RuntimeError, ValueError):  # the user may have destroyed it already
                 close_world(self.world)
-        bell, self._bell = self._bell, None
-        if bell is not None:
-            bell.set()
         self.world = self.nccl = self.store = None
         self.transport = _Closed()
 

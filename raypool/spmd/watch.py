@@ -139,6 +139,7 @@ class RankWatch:
         self._is_written = False  # the others read that this rank is stuck
         self._first_seen: dict[Mismatch, float] = {}
         self._has_warned = False
+        self.is_over = False  # it need not look any more
         # often enough to keep a short limit
         self.pause_s = LOOK_S if limit_s is None else min(LOOK_S, max(limit_s / 4, 0.01))
 

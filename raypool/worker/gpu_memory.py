@@ -126,8 +126,10 @@ class GpuMemoryCare:
             allowed = int(self._total_bytes * self.share) // PART_LEFT
         purposes = kept.take()
         floor = self._floor_bytes + purposes.num_bytes
-        if not purposes.is_all and allowed is not None and allocator.allocated() - floor > allowed:
-            gc.collect()  # frees objects in reference cycles, which may hold tensors
+        if allowed is not None and allocator.allocated() - floor > allowed:
+            # Frees objects in reference cycles, which may hold tensors. Also where all that is left
+            # is kept on purpose: this is not.
+            gc.collect()
         allocator.empty_cache()
         allocated = allocator.allocated()
         self._floor_bytes = allocated if purposes.is_all else min(floor, allocated)

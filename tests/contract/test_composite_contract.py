@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Watched:
 
     def __init__(self, marks: Any, name: str = "freed") -> None:
         self.marks, self.name, self.array = marks, name, np.ones(LARGE, np.uint8)
+        self.itself: Watched | None = None
 
     def __del__(self) -> None:
         self.marks.add(self.name)
@@ -315,7 +316,20 @@ def test_what_cannot_be_sent_changes_nothing(pool: ParallelPool) -> None:
 # --- freeing --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def without_collector(pool: ParallelPool) -> Iterator[None]:
+    """Keep Python from collecting garbage by itself, here and on the workers."""
+    pool.spmd(make)  # the first call imports torch, which leaves frames that refer to each other
+    gc.collect()
+    gc.disable()
+    pool.parfeval_on_all(gc.disable).result(300)
+    yield
+    gc.enable()
+    pool.parfeval_on_all(gc.enable).result(300)
+
+
 @pytest.mark.everywhere
+@pytest.mark.usefixtures("without_collector")
 def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     composite, other = (
         pool.spmd(lambda context: Watched(marks, "one")),
@@ -324,7 +338,6 @@ def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, marks: Any, event
     pool.parfeval_on_all(abs, 1).result(300)
     assert marks.all() == []
     del composite
-    gc.collect()
     assert eventually(
         lambda: pool.parfeval_on_all(abs, 1).result(300) and marks.all() == ["one"] * 3
     )
@@ -332,9 +345,27 @@ def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, marks: Any, event
     pool.parfeval_on_all(abs, 1).result(300)
     assert marks.count("other") == 1, "a part that is deleted goes at once"
     del other
-    gc.collect()
     assert eventually(
         lambda: pool.parfeval_on_all(abs, 1).result(300) and marks.count("other") == 3
+    )
+
+
+def make_cycle(context: Any, marks: Any) -> list[Watched]:
+    value = Watched(marks)
+    value.itself = value
+    return [value]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("without_collector")
+def test_a_part_in_a_cycle_is_freed_with_the_others(
+    pool: ParallelPool, marks: Any, eventually: Any
+) -> None:
+    """As a Lightning module and its trainer are, which else stay on the GPU."""
+    composite = pool.spmd(make_cycle, marks)
+    del composite
+    assert eventually(
+        lambda: pool.parfeval_on_all(abs, 1).result(300) and marks.count("freed") == 3
     )
 
 

@@ -176,6 +176,34 @@ def test_a_warm_group_serves_again_and_a_new_number_makes_a_new_one(ranks) -> No
     """)
 
 
+def test_a_watch_that_fails_does_so_for_its_call_only(ranks) -> None:
+    ranks("""
+        from raypool.spmd import group as groups
+
+        class Watch(groups.RankWatch):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.pause_s = 0.01
+
+            def look(self, now):
+                looked, fails = self.course
+                looked.set()
+                if fails:
+                    raise ValueError("of the first call")
+
+        def rank_does(rank, size, way):
+            groups.RankWatch = Watch
+            group = join(assignment(rank, size), way)
+            for fails in (True, False):
+                Watch.course = looked, _ = threading.Event(), fails
+                with group.watched():
+                    assert looked.wait(300)
+            leave()
+
+        assert run(2, rank_does) == [None, None]
+    """)
+
+
 def test_a_group_that_the_user_destroys_on_one_rank_is_made_anew_on_all(ranks) -> None:
     ranks("""
         def spoil(ctx):

@@ -222,7 +222,13 @@ def test_what_is_freed_again_is_forgotten(
         Cycle(allocator.allocate(1500 * MIB))
         assert upkeep.settle("train") is None
         assert allocator.allocated() == 0
+
+        Cycle(allocator.allocate(4000 * MIB))  # beside what is kept on purpose, too
+        composite.keep("model", 0, allocator.allocate(100 * MIB))
+        assert upkeep.settle("spmd") is None
+        assert allocator.allocated() == 100 * MIB
     finally:
+        composite.drop("model")
         gc.enable()
 
 
