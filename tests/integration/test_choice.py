@@ -297,6 +297,17 @@ def test_a_gpu_that_is_given_back_late_exists(
         ray.get(held)
 
 
+def test_a_pool_of_any_gpus_is_named_at_once(
+    gpus: SimulatedGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs to look for what it holds: the inventory knows all, or nobody can tell."""
+    monkeypatch.setattr(claims, "EXISTENCE_S", 3600.0)
+    for inventory in (gpus, SimulatedGpus(tmp_path / "none", 0)):
+        options: dict[str, Any] = {"inventory": inventory, "quiet": True}
+        with parpool(1, **options), pytest.raises(ResourceError, match="This process itself holds"):
+            parpool(gpus=[0, 1, 2], start_timeout_s=3600, **options)
+
+
 def test_chosen_gpus_that_somebody_else_holds(
     gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -374,6 +374,11 @@ def spots(
     return meant
 
 
+def _pause() -> None:
+    """Wait for a random time, which lets another process that chooses go first."""
+    time.sleep(random.Random().uniform(0.01, 0.1))
+
+
 class Choice:
     """The GPUs `meant`, each claimed with `demand`; `survey` tells which one a claim has got."""
 
@@ -491,27 +496,37 @@ class Choice:
         available = sum(min(left.count(node_id), room) for node_id, room in rooms.items())
         if available < needed and wanted.others:
             if left:  # one that does not exist is held by nobody
-                self._check_existence(set(left))
-                self._look_for_all(set(left), most, wanted)
+                self._look_for_all(self._check_existence(set(left)), most, wanted)
+                if not self._missing(most):  # the other pools have ended meanwhile
+                    return
             names = ", ".join(self._name(spot) for spot in self._meant)
             raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
 
     def _look_for_all(self, node_ids: set[str], most: int, wanted: Wanted) -> None:
-        """Raise an error if a chosen GPU turns out not to exist."""
+        """Look at the GPUs of these nodes; raise an error if a chosen one turns out not to exist.
+
+        A pool for which no GPUs were chosen does not know which it has. Then nobody can tell.
+        """
+        claims = [claim for others in wanted.others.values() for claim in others]
+        if any(claim.cards is None for claim in claims if str(claim.node_id) in node_ids):
+            return
         deadline = time.monotonic() + EXISTENCE_S
         while True:
-            with _choosing:
-                self._go_round(most)
             if absent := self._absent(self._meant):
                 raise self._none_of(absent)
-            # again: a round does not see a GPU that was given back only a moment ago
             if (
-                all(self._knows_all(node_id) for node_id in node_ids)
+                not self._missing(most)
+                or all(self._knows_all(node_id) for node_id in node_ids)
+                or self._has_nameless
                 or besides_us(holders())
                 or wanted.is_over()
                 or time.monotonic() > deadline
             ):
                 return
+            # again: a round does not see a GPU that was given back only a moment ago
+            with _choosing:
+                self._go_round(most)
+            _pause()
 
     def _search(self, least: int | None, most: int, wanted: Wanted) -> None:
         """Look for them until there is nothing more to be had, or time is up."""
@@ -538,18 +553,21 @@ class Choice:
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})
-            # a random pause lets another process that chooses go first
-            time.sleep(random.Random().uniform(0.01, 0.1))
+            _pause()
 
-    def _check_existence(self, node_ids: Iterable[str]) -> None:
-        """Do not wait for GPUs that a machine knows it lacks."""
+    def _check_existence(self, node_ids: Iterable[str]) -> set[str]:
+        """Do not wait for GPUs that a machine knows it lacks; return the nodes that do not know."""
+        unsure = set()
         for node_id in node_ids:
             known = self._survey.known_on(node_id)
             indices = [spot.gpu for spot in self._meant if spot.node_id == node_id]
-            absent = [index for index in indices if known is not None and index not in known]
+            absent = [index for index in indices if index not in (known or ())]
             # where it knows fewer than Ray, Ray was told of some that it cannot know
-            if absent and known is not None and len(known) >= self._total(node_id):
+            if known is None or len(known) < self._total(node_id):
+                unsure.add(node_id)
+            elif absent:
                 raise self._no_such(node_id, absent, known)
+        return unsure
 
     def _go_round(self, most: int) -> None:
         """Claim everything free, keep what is wanted of it, and note what was free."""
