@@ -42,7 +42,9 @@ def as_memory(tensor: Any) -> tuple[Any, ...]:
     """Return how to restore a dense CPU tensor from its memory."""
     import torch
 
-    memory = tensor.detach().resolve_conj().reshape(-1).view(torch.uint8).numpy()
+    # contiguous: a column as `reshape` returns it has steps, and no bytes could be seen in it
+    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    memory = flat.view(torch.uint8).numpy()
     return _restored, (memory, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 

@@ -35,7 +35,7 @@ from raypool.spmd.call import SpmdFuture
 from raypool.train.checkpoints import plain_metrics
 from raypool.train.runs import RunOptions, TrainingRun
 from raypool.train.verbs import check_loop, check_names_in, train
-from raypool.worker.runner import seed_everything
+from raypool.worker.runner import finished, seed_everything
 from raypool.worker.running import item_seed, note_here, this_process
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def train_part(fn: Callable[[Any], Any], metric: str | None, part: Mapping[str, 
             seed_everything(item_seed(note.seed, note.index), generators_of(fn))
     share_left(fn)
     try:
-        return fn(part["config"])
+        return finished(fn(part["config"]))
     except TrialEndedError:  # raised by `count`: the loop went on after its end
         return None
 

@@ -819,18 +819,34 @@ def is_mean_over_samples(
     num_all, half = len(outputs), len(outputs) // 2
     tolerance = TOLERANCE.get(loss.dtype, 1e-2)
 
-    def is_whole(value: torch.Tensor) -> bool:
-        whole = loss.double()
-        return bool(torch.isclose(value, whole, rtol=tolerance, atol=1e-7, equal_nan=True))
+    def of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = loss_fn(outputs, targets).double()
+        return value
+
+    def halves(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of(outputs[:half], targets[:half]), of(outputs[half:], targets[half:])
+
+    def is_near(value: torch.Tensor, other: torch.Tensor) -> bool:
+        return bool(torch.isclose(value, other, rtol=tolerance, atol=1e-7, equal_nan=True))
 
     try:
         with torch.no_grad():
-            first = loss_fn(outputs[:half], targets[:half]).double()
-            second = loss_fn(outputs[half:], targets[half:]).double()
-            if is_whole((first * half + second * (num_all - half)) / num_all):
+            whole = loss.double()
+            first, second = halves(targets)
+            if is_near((first * half + second * (num_all - half)) / num_all, whole):
                 return True
-            # a mean over chosen samples equals one half if the other has none of them
-            is_sum = is_whole(first + second) and not (is_whole(first) or is_whole(second))
+            ones = torch.ones_like(targets)
+            is_sum = (
+                is_near(first + second, whole)
+                # a mean over chosen samples equals one half if the other has none of them
+                and not (is_near(first, whole) or is_near(second, whole))
+                # one that divides by the number of positives may have found none
+                and is_near(sum(halves(ones), torch.zeros_like(whole)), of(outputs, ones))
+                # one that compares four samples: log 4 = log 2 + log 2
+                and is_near(
+                    of(outputs.repeat_interleave(2, 0), targets.repeat_interleave(2, 0)), 2 * whole
+                )
+            )
     except Exception:  # the user's function may not take halves
         return True
     if is_sum:

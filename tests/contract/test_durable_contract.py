@@ -488,7 +488,8 @@ def test_tensors_come_back_that_torch_cannot_unpickle(pool: ParallelPool, folder
             self.value = value
 
     weight = torch.ones(3).to(torch.float8_e4m3fn)
-    values = [torch.ones(4).to(torch.uint16), {"w": weight}, Holder(weight)]
+    column = torch.arange(4).reshape(2, 2).to(torch.uint16)[:, 0]
+    values = [column, {"w": weight}, Holder(weight)]
     pool.parfor(values.__getitem__, 3, run_dir=folder)
     counts, weights, held = load_results(folder)
     assert torch.equal(counts, values[0])

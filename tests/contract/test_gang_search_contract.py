@@ -114,11 +114,23 @@ def test_reports_may_have_arrays_and_no_score(pool: ParallelPool, tmp_path: Path
 
 @pytest.mark.semantics
 @pytest.mark.concurrent
+@pytest.mark.parametrize("is_async", [False, True])
 def test_a_loop_that_ignores_should_stop_ends_after_its_next_report(
-    pool: ParallelPool, marks: Marks, tmp_path: Path
+    pool: ParallelPool, marks: Marks, tmp_path: Path, is_async: bool
 ) -> None:
     loop = loop_of(marks, is_careful=False)
-    found = pool.search(loop, SPACE, num_trials=4, stop=HALVING, run_dir=tmp_path / "run", **GANG)
+
+    async def waiting(config: dict[str, Any]) -> Any:
+        return loop(config)
+
+    found = pool.search(
+        waiting if is_async else loop,
+        SPACE,
+        num_trials=4,
+        stop=HALVING,
+        run_dir=tmp_path / "run",
+        **GANG,
+    )
     # that report has a checkpoint, so that a promoted trial repeats nothing
     assert set(found.to_frame()["epochs"]) == {2, 4}
     assert set(Counter(marks.all()).values()) == {1}

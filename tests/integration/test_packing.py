@@ -78,6 +78,7 @@ def test_tensors_travel_that_torch_cannot_unpickle(dtype: torch.dtype) -> None:
         again = through({"w": tensor})["w"]  # type: ignore[index]
         assert again.dtype is dtype
         assert torch.equal(again, tensor)
+        assert torch.equal(through([tensor[:, 0]])[0], tensor[:, 0])  # type: ignore[index]
     weight = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
     again = through(weight)
     assert type(again) is torch.nn.Parameter

@@ -65,6 +65,29 @@ def test_a_sum_is_refused() -> None:
             is_mean_over_samples(summed, outputs, CLASSES, summed(outputs, CLASSES))
 
 
+def per_positive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As the losses of detectors: few samples are positive."""
+    loss = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+    return loss / targets.sum().clamp(min=1)
+
+
+def against_each_other(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """As contrastive losses."""
+    return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def test_some_losses_only_look_like_sums() -> None:
+    outputs = torch.linspace(-1, 1, 16)
+    for num_positives in (0, 1, 2):
+        targets = torch.zeros(16)
+        targets[:num_positives] = 1
+        loss = per_positive(outputs, targets)
+        assert not is_mean_over_samples(per_positive, outputs, targets, loss)
+    alike, targets = torch.ones(4, 3), torch.arange(4)
+    loss = against_each_other(alike, targets)
+    assert not is_mean_over_samples(against_each_other, alike, targets, loss)
+
+
 def test_what_cannot_be_told() -> None:
     one = OUTPUTS[:1]
     assert is_mean_over_samples(summed, one, CLASSES[:1], summed(one, CLASSES[:1]))
