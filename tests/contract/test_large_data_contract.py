@@ -128,7 +128,11 @@ def test_whoever_gets_an_array_may_change_it_and_nobody_else_sees_that(
     assert change(result) == (2, num_bytes == LARGE)
 
 
-@pytest.mark.parametrize("shared", [{"n": 0}, {"n": 0, "of": ([1], [2])}])
+@pytest.mark.parametrize(
+    "shared",
+    [{"n": 0}, {"n": 0, "of": ([1], [2])}, {"n": 0, "of": filled(0, 100_000)}],
+    ids=["plain", "nested", "array"],
+)
 def test_items_of_one_call_that_hold_the_same_object_get_one_each(
     pool: ParallelPool, shared: dict[str, Any]
 ) -> None:
@@ -139,6 +143,25 @@ def test_items_of_one_call_that_hold_the_same_object_get_one_each(
 
     for items in ([shared] * 6, [(shared, number) for number in range(6)]):
         assert list(pool.parfor(change, items, chunk_size=6)) == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("shared", "values"),
+    [(filled(0, LARGE), [1] * 10), ([str(number) for number in range(400_000)], [*range(1, 11)])],
+    ids=["array", "list"],
+)
+def test_what_items_share_is_sent_once(pool: ParallelPool, shared: Any, values: Any) -> None:
+    """Each may change an array; of other large objects, all have one."""
+
+    def change(item: Any) -> int:
+        item[0][0] = int(item[0][0]) + 1
+        return int(item[0][0])
+
+    items = [(shared, [str(number)] * 100_000) for number in range(10)]
+    with pool.transfer_bytes() as transfer:
+        found = pool.parfor(change, items, chunk_size=10)
+    assert list(found) == values
+    assert transfer.total.sent_bytes < LARGE + 10 * MIDDLE
 
 
 def test_a_retry_gets_what_was_sent_and_not_what_the_last_attempt_has_made_of_it(
