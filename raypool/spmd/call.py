@@ -241,7 +241,7 @@ class SpmdWork:
         # some ranks have left the group, and others keep values that nobody will read
         warm_groups_of(self._engine.driver).forget([worker_id for worker_id, _ in members])
         seats = [(worker_id, worker.index) for worker_id, worker in members]
-        forget_on(self._engine, self._key, seats)
+        forget_on(self._engine, [self._key], seats)
         if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
             future.notify_cancelled()
         elif future.running() or future.start():

@@ -8,6 +8,7 @@ import gc
 import itertools
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -121,10 +122,12 @@ def drop(key: str) -> None:
     kept.treasures.pop(key, None)
 
 
-def forget(key: str) -> None:
-    """Drop all parts in a worker's own process, and release their memory."""
-    traces = [trace for value in _parts.get(key, {}).values() for trace in _traces(value)]
-    drop(key)
+def forget(*keys: str) -> None:
+    """Drop all parts of Composites in a worker's own process, and release their memory."""
+    values = itertools.chain.from_iterable(_parts.get(key, {}).values() for key in keys)
+    traces = [trace for value in values for trace in _traces(value)]
+    for key in keys:
+        drop(key)
     _release(traces)
 
 
@@ -567,6 +570,16 @@ def _lives(engine: Engine, worker_id: int) -> bool:
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
+MOST_SMALL = 100
+"""So many Composites of small plain values are freed together."""
+
+# by engine, then by the workers' ids and places: the keys of those that are to be freed
+_small: weakref.WeakKeyDictionary[Engine, dict[tuple[tuple[int, int], ...], list[str]]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()  # drivers of several pools share the table, each with its own thread
+
+
 def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) -> None:
     """Free the parts of a collected Composite."""
     # a finalizer, which may run at any point: no lock
@@ -574,14 +587,29 @@ def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) ->
     if engine is None or engine.profile.backend != "ray":
         drop(key)
     elif not engine.is_over:
-        seats = [(entry.worker_id, entry.place) for entry in entries]
-        engine.driver.do(functools.partial(forget_on, engine, key, seats))
+        seats = tuple((entry.worker_id, entry.place) for entry in entries)
+        is_large = any(entry.description and not entry.description.plain for entry in entries)
+        engine.driver.do(functools.partial(_forget_soon, engine, key, seats, is_large))
 
 
-def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> None:
+def _forget_soon(
+    engine: Engine, key: str, seats: tuple[tuple[int, int], ...], is_large: bool
+) -> None:
+    # A loop of short spmd calls frees as many Composites of numbers: a call for each takes as long.
+    with _lock:
+        small = _small.setdefault(engine, {})
+    keys = small.setdefault(seats, [])
+    keys.append(key)
+    if is_large or len(keys) >= MOST_SMALL:
+        del small[seats]
+        forget_on(engine, keys, seats)
+
+
+def forget_on(engine: Engine, keys: Sequence[str], seats: Sequence[tuple[int, int]]) -> None:
     """Let workers (id, place) forget their parts; in the driver's thread, without waiting."""
     if engine.profile.backend != "ray":
-        drop(key)  # one process: no other could use the memory in torch's cache, so the cache stays
+        for key in keys:
+            drop(key)  # in one process nobody else could use torch's cache, which stays
         return
     for worker_id, place in seats:
         if engine.is_over or not _lives(engine, worker_id):
@@ -589,8 +617,8 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
         # the pool has ended meanwhile, and its workers with it
         with contextlib.suppress(RaypoolError):
             options = Options(retries=0, name="freeing a Composite")
-            future = submit_call(engine, forget, (key,), {}, options, Where(place))
-            again = functools.partial(forget_on, engine, key, [(worker_id, place)])
+            future = submit_call(engine, forget, tuple(keys), {}, options, Where(place))
+            again = functools.partial(forget_on, engine, keys, [(worker_id, place)])
             future.add_done_callback(functools.partial(_not_cancelled, engine, again))
 
 

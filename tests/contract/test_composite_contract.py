@@ -27,6 +27,7 @@ from raypool import (
     SpmdError,
     current_task,
 )
+from raypool.spmd import composite
 from raypool.testing import sim_pool
 
 pytestmark = pytest.mark.semantics
@@ -366,6 +367,23 @@ def test_a_part_in_a_cycle_is_freed_with_the_others(
     del composite
     assert eventually(
         lambda: pool.parfeval_on_all(abs, 1).result(300) and marks.count("freed") == 3
+    )
+
+
+@pytest.mark.processes
+def test_numbers_are_freed_too(pool: ParallelPool, eventually: Any) -> None:
+    """Many at once, since a call for each would take as long as the call that returned it."""
+
+    def num_kept() -> int:
+        from raypool.spmd import composite
+
+        return len(composite._parts)
+
+    before = pool.parfeval_on_all(num_kept).result(300)
+    for _ in range(composite.MOST_SMALL * 5 // 2):
+        pool.spmd(lambda context: context.rank)
+    assert eventually(
+        lambda: max(pool.parfeval_on_all(num_kept).result(300)) < max(before) + composite.MOST_SMALL
     )
 
 
