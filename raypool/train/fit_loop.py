@@ -819,36 +819,37 @@ def is_mean_over_samples(
     num_all, half = len(outputs), len(outputs) // 2
     tolerance = TOLERANCE.get(loss.dtype, 1e-2)
 
-    def of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = loss_fn(outputs, targets).double()
         return value
 
-    def halves(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return of(outputs[:half], targets[:half]), of(outputs[half:], targets[half:])
+    def of_halves(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return loss_of(outputs[:half], targets[:half]), loss_of(outputs[half:], targets[half:])
 
     def is_near(value: torch.Tensor, other: torch.Tensor) -> bool:
         return bool(torch.isclose(value, other, rtol=tolerance, atol=1e-7, equal_nan=True))
 
+    is_mean = True
     try:
         with torch.no_grad():
             whole = loss.double()
-            first, second = halves(targets)
-            if is_near((first * half + second * (num_all - half)) / num_all, whole):
+            first, second = of_halves(targets)
+            is_mean = is_near((first * half + second * (num_all - half)) / num_all, whole)
+            if is_mean:
                 return True
             ones = torch.ones_like(targets)
+            twice = [each.repeat_interleave(2, 0) for each in (outputs, targets)]
             is_sum = (
                 is_near(first + second, whole)
                 # a mean over chosen samples equals one half if the other has none of them
                 and not (is_near(first, whole) or is_near(second, whole))
                 # one that divides by the number of positives may have found none
-                and is_near(sum(halves(ones), torch.zeros_like(whole)), of(outputs, ones))
+                and is_near(sum(of_halves(ones), torch.zeros_like(whole)), loss_of(outputs, ones))
                 # one that compares four samples: log 4 = log 2 + log 2
-                and is_near(
-                    of(outputs.repeat_interleave(2, 0), targets.repeat_interleave(2, 0)), 2 * whole
-                )
+                and is_near(loss_of(*twice), 2 * whole)
             )
-    except Exception:  # the user's function may not take halves
-        return True
+    except Exception:  # the user's function may take no halves, and no other targets
+        return is_mean
     if is_sum:
         raise InvalidValueError(
             "The loss function returns the sum over its samples. It must return the mean, from"

@@ -88,6 +88,15 @@ def test_some_losses_only_look_like_sums() -> None:
     assert not is_mean_over_samples(against_each_other, alike, targets, loss)
 
 
+def test_a_loss_that_takes_no_other_targets_is_no_mean_either() -> None:
+    def picky(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if targets.unique().numel() == 1:
+            raise ValueError
+        return summed(outputs, targets)
+
+    assert not is_mean_over_samples(picky, OUTPUTS, CLASSES, picky(OUTPUTS, CLASSES))
+
+
 def test_what_cannot_be_told() -> None:
     one = OUTPUTS[:1]
     assert is_mean_over_samples(summed, one, CLASSES[:1], summed(one, CLASSES[:1]))

@@ -209,13 +209,13 @@ def _apart(items: SliceItems, parcel: Parcel, beside_bytes: int) -> Any:
     """
     if len(items) < 2 or _are_apart(items):
         return list(items)
-    own = Parcel(None, [], [])
+    apart = Parcel(None, [], [])
     parts: list[tuple[bytes, list[int]]] = []
     num_bytes = checked = 0
     for number, item in enumerate(items, 1):
-        num_before = len(own.buffers)
-        data = _pickled(item, own, beside_bytes)
-        parts.append((data, list(range(num_before, len(own.buffers)))))
+        num_before = len(apart.buffers)
+        data = _pickled(item, apart, beside_bytes)
+        parts.append((data, list(range(num_before, len(apart.buffers)))))
         num_bytes += len(data)
         allowed = APART_BYTES * number
         if num_bytes > max(allowed, 2 * checked):
@@ -223,12 +223,12 @@ def _apart(items: SliceItems, parcel: Parcel, beside_bytes: int) -> Any:
             together = _pickled(items[:number], Parcel(None, [], []), beside_bytes)
             if num_bytes - len(together) > allowed:
                 return list(items)
-    # `own` keeps their memory, so that no address is used again
-    places = [_place(buffer) for buffer in own.buffers]
-    first = dict(zip(places, own.buffers, strict=True))
-    positions = {place: number for number, place in enumerate(first)}
-    parcel.buffers.extend(first.values())
-    parcel.refs.extend(own.refs)
+    # `apart` keeps their memory, so that no address is used again
+    places = [_place(buffer) for buffer in apart.buffers]
+    different = dict(zip(places, apart.buffers, strict=True))
+    positions = {place: number for number, place in enumerate(different)}
+    parcel.buffers.extend(different.values())
+    parcel.refs.extend(apart.refs)
     return _Together(
         (data, [positions[places[number]] for number in numbers]) for data, numbers in parts
     )
