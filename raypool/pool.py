@@ -706,7 +706,6 @@ class PoolView(concurrent.futures.Executor):
         """
         check_callable(fn, args)
         target = self._target()
-        target._engine.warn_of_generators(fn)
         return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
     @overload

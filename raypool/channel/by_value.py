@@ -168,8 +168,9 @@ def goes_by_value(module: str) -> bool:
     """Whether functions of a module travel by value: it is the script, or the user wants it."""
     if module == "__main__":
         return True
-    for cloudpickle in filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle"))):
-        for name in cloudpickle.list_registry_pickle_by_value():
+    for place in ("cloudpickle", "ray.cloudpickle"):
+        cloudpickle = sys.modules.get(place)
+        for name in cloudpickle.list_registry_pickle_by_value() if cloudpickle else ():
             if f"{module}.".startswith(f"{name}."):
                 return True
     return False

@@ -106,15 +106,17 @@ class Function:
     """A user's function: packed once, shipped to each worker once, known there by `fn_id`.
 
     `project`: the user's modules as they were when it was packed, if it leaves this process.
+    `is_searched`: it was searched for random generators of its own.
     """
 
-    __slots__ = ("__weakref__", "fn_id", "name", "packed", "project")
+    __slots__ = ("__weakref__", "fn_id", "is_searched", "name", "packed", "project")
 
     def __init__(self, fn_id: int, packed: Any, name: str, project: Snapshot | None = None) -> None:
         self.fn_id = fn_id
         self.packed = packed
         self.name = name
         self.project = project
+        self.is_searched = False
 
 
 def function_name(fn: Any) -> str:

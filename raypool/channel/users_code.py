@@ -43,6 +43,9 @@ CONSTANTS = (int, float, complex, str, bytes)
 
 PYC_HEADER_BYTES = 16
 
+LONGEST_PATH = 4096
+"""In Linux [bytes]."""
+
 
 _imported_for_function = ""  # the name of what is being imported
 
@@ -158,29 +161,42 @@ class Project:
         self._modules = Modules()
         self._lock = threading.Lock()  # any thread may submit work
         self._newest = Snapshot(0, platform.node(), (), (), {}, ())
+        self._seen: Any = None  # the path, current folder and arguments of the newest one
+        self._current_folder = _current_folder()
 
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
+        # for each call: quick if nothing has changed
         with self._lock:
-            here = None
-            if "" in sys.path:
-                with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
-                    here = os.getcwd()  # noqa: PTH109
-            before, after = _sorted_folders(tuple(sys.path), here)
+            here = self._current_folder() if "" in sys.path else None
             versions = self._modules.versions()
-            argv = tuple(sys.argv)
             newest = self._newest
-            known = newest.before, newest.after, newest.argv
-            if (before, after, argv) != known or versions is not newest.versions:
-                self._newest = Snapshot(
-                    newest.number + 1, newest.host, before, after, versions, argv
+            if (sys.path, here, sys.argv) != self._seen or versions is not newest.versions:
+                path, argv = [*sys.path], [*sys.argv]
+                folder = None if here is None else os.fsdecode(here)
+                before, after = _sorted_folders(path, folder)
+                new = newest._replace(
+                    before=before, after=after, versions=versions, argv=tuple(argv)
                 )
+                # one that is as before keeps its number
+                self._newest = new._replace(number=newest.number + (new != newest))
+                self._seen = path, here, argv  # last: a look that is interrupted is made again
             return self._newest
 
 
-@functools.lru_cache(8)
+def _current_folder() -> Callable[[], bytes | None]:
+    """Return a function that returns the current folder; None if somebody has removed it."""
+    import ctypes  # imported late: only a pool on Ray needs it
+
+    # `os.getcwd` gives away Python's lock, and the driver's thread would run after each call
+    getcwd = ctypes.PyDLL(None).getcwd
+    getcwd.restype = ctypes.c_char_p
+    memory = ctypes.create_string_buffer(LONGEST_PATH)
+    return functools.partial(getcwd, memory, LONGEST_PATH)
+
+
 def _sorted_folders(
-    path: tuple[Any, ...], here: str | None
+    path: Sequence[Any], here: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the user's folders on a path, before and after the standard library's.
 
@@ -239,7 +255,6 @@ class Modules:
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, imported ones first; the same object if nothing has changed."""
         modules = sys.modules
-        is_patched = not modules.keys().isdisjoint(PATCHERS)
         newest = _newest_import()
         last_spec = getattr(modules.get(newest[1]), "__spec__", None)
         # A reload moves its module to the end, with another spec: there is no need to look at
@@ -249,11 +264,11 @@ class Modules:
             and newest == self._newest
             and last_spec is self._last_spec
             and list(map(modules.get, self._names)) == self._objects
-            and not is_patched
         ):
             return self._versions
         self._is_settled = False  # a look that is interrupted is made again
-        is_settled, is_loading = True, False
+        is_patched = not modules.keys().isdisjoint(PATCHERS)
+        is_settled, is_loading = not is_patched, False
         changed = [
             (name, known, module)
             for name, known in self._loaded.items()

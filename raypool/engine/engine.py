@@ -205,7 +205,8 @@ class Engine:
             if not isinstance(packed, bytes):
                 return Function(next(self._function_ids), packed, name, project)
             key = packed, 0 if project is None else project.number
-            known, function = self._known.get(key), self._functions.get(key)
+            known = self._known.get(key)
+            function = (known and known.function) or self._functions.get(key)
             if known is not None:
                 self._known.move_to_end(key)  # the first is forgotten first
                 if function is not None:
@@ -562,7 +563,13 @@ def submit_call(
         SerializationError: The function or an argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    function = fn if isinstance(fn, Function) else engine.function(fn)
+    if isinstance(fn, Function):
+        function = fn
+    else:
+        function = engine.function(fn)
+        if not function.is_searched:
+            function.is_searched = True
+            engine.warn_of_generators(fn)
     pack, name = engine.backend.pack, function.name
     try:
         call = pack([(args, kwargs)], f"the arguments of {name}")

@@ -180,55 +180,57 @@ def _arrived_ref(position: int) -> Any:
 
 def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
     """Pickle a value; buffers from this size on stay beside the pickle."""
-    parcel = Parcel(None, [], [])
+    buffers: list[Any] = []
+    refs: list[Any] = []
     if type(value) is SliceItems:
-        value = _apart(value, parcel, beside_bytes)
-    return parcel._replace(header=_pickled(value, parcel, beside_bytes))
+        value = _apart(value, buffers, refs, beside_bytes)
+    return Parcel(_pickled(value, buffers, refs, beside_bytes), buffers, refs)
 
 
-def _pickled(value: Any, parcel: Parcel, beside_bytes: int) -> bytes:
-    """Pickle a value; large buffers and references go into a parcel."""
+def _pickled(value: Any, buffers: list[Any], refs: list[Any], beside_bytes: int) -> bytes:
+    """Pickle a value; its large buffers and its references go into these lists."""
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         is_small = buffer.raw().nbytes < beside_bytes
         if not is_small:
-            parcel.buffers.append(buffer)
+            buffers.append(buffer)
         return is_small
 
     file = io.BytesIO()
-    _Pickler(file, parcel.refs, keep_inside).dump(value)
+    _Pickler(file, refs, keep_inside).dump(value)
     return file.getvalue()
 
 
-def _apart(items: SliceItems, parcel: Parcel, beside_bytes: int) -> Any:
+def _apart(items: SliceItems, buffers: list[Any], refs: list[Any], beside_bytes: int) -> Any:
     """Return what unpickles as a list of these items, of which no two share an object.
 
     An item may change its argument, and which items share a call is a matter of time. The memory of
-    an array goes into the parcel once, and each item gets its own view of it. Items do share what
+    an array is sent once, and each item gets its own view of it. Items do share what
     is large without such memory: sending it with each would take too long.
     """
     if len(items) < 2 or _are_apart(items):
         return list(items)
-    apart = Parcel(None, [], [])
+    own_buffers: list[Any] = []  # of all items, one that they share many times
+    own_refs: list[Any] = []
     parts: list[tuple[bytes, list[int]]] = []
     num_bytes = checked = 0
     for number, item in enumerate(items, 1):
-        num_before = len(apart.buffers)
-        data = _pickled(item, apart, beside_bytes)
-        parts.append((data, list(range(num_before, len(apart.buffers)))))
+        num_before = len(own_buffers)
+        data = _pickled(item, own_buffers, own_refs, beside_bytes)
+        parts.append((data, list(range(num_before, len(own_buffers)))))
         num_bytes += len(data)
         allowed = APART_BYTES * number
         if num_bytes > max(allowed, 2 * checked):
             checked = num_bytes  # not for each item: large ones may share nothing
-            together = _pickled(items[:number], Parcel(None, [], []), beside_bytes)
+            together = _pickled(items[:number], [], [], beside_bytes)
             if num_bytes - len(together) > allowed:
                 return list(items)
-    # `apart` keeps their memory, so that no address is used again
-    places = [_place(buffer) for buffer in apart.buffers]
-    different = dict(zip(places, apart.buffers, strict=True))
+    # the list keeps their memory, so that no address is used again
+    places = [_place(buffer) for buffer in own_buffers]
+    different = dict(zip(places, own_buffers, strict=True))
     positions = {place: number for number, place in enumerate(different)}
-    parcel.buffers.extend(different.values())
-    parcel.refs.extend(apart.refs)
+    buffers.extend(different.values())
+    refs.extend(own_refs)
     return _Together(
         (data, [positions[places[number]] for number in numbers]) for data, numbers in parts
     )
@@ -438,6 +440,9 @@ def _pickled_by_name(value: Any) -> bytes | None:
     if isinstance(value, FunctionType) or (
         isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
     ):
+        module, name = value.__module__, value.__qualname__
+        if getattr(sys.modules.get(module), name, None) is value:
+            return _pickle_of_name(module, name)
         try:
             return pickle.dumps(value, protocol=5)
         except (pickle.PicklingError, AttributeError):
@@ -449,6 +454,11 @@ def _pickled_by_name(value: Any) -> bytes | None:
             # a pickle lies in a block for larger ones
             return bytes(memoryview(quick)) if len(quick) < INLINE_BYTES else None
     return None
+
+
+@functools.lru_cache(1024)
+def _pickle_of_name(module: str, name: str) -> bytes:
+    return pickle.dumps(getattr(sys.modules[module], name), protocol=5)
 
 
 class Fetched:
