@@ -103,8 +103,6 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 
-ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
-
 logger = logging.getLogger("raypool")
 
 
@@ -240,6 +238,20 @@ class Future(concurrent.futures.Future[T], Generic[T]):
                 self._meeting = made
             return self._meeting
 
+    # The base takes the lock for these. Reading the state needs none, and the driver asks often.
+
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled."""
+        return self._state in (IS_CANCELLED, CANCELLED_AND_NOTIFIED)
+
+    def running(self) -> bool:
+        """Return whether it runs now."""
+        return self._state == RUNNING
+
+    def done(self) -> bool:
+        """Return whether it has ended: with a value, an error, or by being cancelled."""
+        return self._state in (FINISHED, IS_CANCELLED, CANCELLED_AND_NOTIFIED)
+
     @property
     def submitted_at(self) -> datetime:
         """When it was submitted."""
@@ -367,7 +379,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     async def _awaited(self) -> T:
         import asyncio  # imported late: most programs do not need it
 
-        if self._state not in ENDED:
+        if not self.done():
             self.check_wait(None)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -393,7 +405,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         A value that has arrived and cannot be unpickled here counts as a `SerializationError`.
         """
-        if self._state not in ENDED:
+        if not self.done():
             self.check_wait(timeout)
         error = super().exception(timeout)
         if error is None and self._unopened is None:
@@ -921,8 +933,7 @@ def fetch_next(
                     if checked
                     else "fetch_next() has nothing to return: the list of futures is empty."
                 )
-            # `done`, without its lock
-            ended = [future for future in unread if future._state in ENDED]
+            ended = [future for future in unread if future.done()]
             if ended:
                 try:
                     first = min(ended, key=attrgetter("finished_at"))
@@ -1241,7 +1252,7 @@ def _wait(
     """Return whether all have ended in time, or one of them with `FIRST_COMPLETED`."""
     # `concurrent.futures.wait` would wait until the pool has noted a cancellation: this may be the
     # pool's thread, or a forked child, which has no such thread
-    left = [future for future in futures if future._state not in ENDED]
+    left = [future for future in futures if not future.done()]
     is_one_enough = until == concurrent.futures.FIRST_COMPLETED
     if not left or (is_one_enough and len(left) < len(futures)):
         return True

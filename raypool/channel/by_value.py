@@ -171,7 +171,7 @@ def goes_by_value(module: str) -> bool:
     for place in ("cloudpickle", "ray.cloudpickle"):
         cloudpickle = sys.modules.get(place)
         for name in cloudpickle.list_registry_pickle_by_value() if cloudpickle else ():
-            if f"{module}.".startswith(f"{name}."):
+            if module == name or module.startswith(f"{name}."):
                 return True
     return False
 

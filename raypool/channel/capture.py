@@ -164,12 +164,13 @@ def beneath(stream: Any) -> Any:
 
 def streams() -> tuple[Any, ...]:
     """Return standard output and error, None for a missing one."""
-    return tuple(getattr(sys, name, None) for name in STREAMS)
+    return getattr(sys, "stdout", None), getattr(sys, "stderr", None)  # for each short call
 
 
 def mend(before: tuple[Any, ...]) -> None:
     """Restore the streams of before a task if it has left none, or ones that cannot be written."""
-    for name, good, stream in zip(STREAMS, before, streams(), strict=True):
+    for name, good in zip(STREAMS, before, strict=True):
+        stream: Any = getattr(sys, name, None)
         if stream is not good and good is not None:
             try:
                 stream.write("")
@@ -179,7 +180,7 @@ def mend(before: tuple[Any, ...]) -> None:
 
 def _put_on() -> None:
     for name in STREAMS:
-        stream = getattr(sys, name, None)
+        stream: Any = getattr(sys, name, None)
         if stream is not None and not isinstance(stream, CapturedStream):
             known = (old for old in _recent if old.original is stream and old._name == name)
             captured = next(known, None) or CapturedStream(name, stream)

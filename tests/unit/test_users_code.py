@@ -175,16 +175,19 @@ def test_packages_are_not_looked_into() -> None:
     assert not {"pytest", "numpy", "os", "raypool", "raypool.pool"} & versions.keys()
 
 
-def test_the_current_folder_may_have_been_removed(
+def test_the_current_folder_may_be_removed_and_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    assert Project().look().before[:2] == (str(here), str(tmp_path))
+    project = Project()
+    assert project.look().before[:2] == (str(here), str(tmp_path))
     here.rmdir()
-    assert Project().look().before[0] == str(tmp_path)
+    assert project.look().before[0] == str(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert project.look().before[:2] == (str(tmp_path.parent), str(tmp_path))
 
 
 def test_what_is_installed_is_where_links_lead(

@@ -227,6 +227,7 @@ class PoolWorker:
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._last_id = -1  # of the function that ran last
         self._models: dict[int, CapturedModels] = {}  # of each of these
         self._process = psutil.Process()
         self._used_bytes = self._process.memory_info().rss  # after the last collection
@@ -442,7 +443,10 @@ class PoolWorker:
                 share_left(fn)
             self._models[fn_id] = CapturedModels(fn)
             del self._packed[fn_id]
-        note_globals(fn)
+            self._last_id = -1  # it may have been forgotten, and be another object now
+        if fn_id != self._last_id:
+            note_globals(fn)
+            self._last_id = fn_id
         return fn
 
     def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
