@@ -238,7 +238,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
                 self._meeting = made
             return self._meeting
 
-    # The base takes the lock for these. Reading the state needs none, and the driver asks often.
+    # The base takes the lock for these, and the driver asks for each call. Without the lock, the
+    # state has to be set last.
 
     def cancelled(self) -> bool:
         """Return whether it was cancelled."""
@@ -536,17 +537,18 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         with self._condition:
             if self.cancelled():
                 return True
-            if self._state == PENDING:
+            is_queued = self._state == PENDING
+            if not is_queued and (self._state != RUNNING or self.on_ask is None):
+                return False
+            self.finished_at = datetime.now(UTC)  # first: others read the state without the lock
+            if is_queued:
                 self._state = IS_CANCELLED
-            elif self._state == RUNNING and self.on_ask is not None:
+            else:
                 # As the standard library does for one that waits; callbacks find it complete.
                 self._state = CANCELLED_AND_NOTIFIED
                 self._is_notified = True
                 for waiter in self._waiters:
                     waiter.add_cancelled(self)
-            else:
-                return False
-            self.finished_at = datetime.now(UTC)
             self._condition.notify_all()
         # without the lock: callbacks may take it, and that of another future
         self._invoke_callbacks()  # type: ignore[attr-defined]

@@ -164,14 +164,14 @@ def is_importable(value: Any) -> bool:
     return found is value
 
 
-def goes_by_value(module: str) -> bool:
+def goes_by_value(module: str | None) -> bool:
     """Whether functions of a module travel by value: it is the script, or the user wants it."""
     if module == "__main__":
         return True
     for place in ("cloudpickle", "ray.cloudpickle"):
         cloudpickle = sys.modules.get(place)
         for name in cloudpickle.list_registry_pickle_by_value() if cloudpickle else ():
-            if module == name or module.startswith(f"{name}."):
+            if f"{module}.".startswith(f"{name}."):
                 return True
     return False
 

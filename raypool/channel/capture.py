@@ -164,7 +164,8 @@ def beneath(stream: Any) -> Any:
 
 def streams() -> tuple[Any, ...]:
     """Return standard output and error, None for a missing one."""
-    return getattr(sys, "stdout", None), getattr(sys, "stderr", None)  # for each short call
+    # without a loop: each short call does this
+    return getattr(sys, "stdout", None), getattr(sys, "stderr", None)
 
 
 def mend(before: tuple[Any, ...]) -> None:

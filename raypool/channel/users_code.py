@@ -43,8 +43,8 @@ CONSTANTS = (int, float, complex, str, bytes)
 
 PYC_HEADER_BYTES = 16
 
-LONGEST_PATH = 4096
-"""In Linux [bytes]."""
+PATH_BYTES = 4096
+"""The length of nearly all paths, at most [bytes]."""
 
 
 _imported_for_function = ""  # the name of what is being imported
@@ -178,9 +178,10 @@ class Project:
                 new = newest._replace(
                     before=before, after=after, versions=versions, argv=tuple(argv)
                 )
+                self._seen = None  # a look that is interrupted is made again
                 # one that is as before keeps its number
                 self._newest = new._replace(number=newest.number + (new != newest))
-                self._seen = path, here, argv  # last: a look that is interrupted is made again
+                self._seen = path, here, argv
             return self._newest
 
 
@@ -188,11 +189,19 @@ def _current_folder() -> Callable[[], bytes | None]:
     """Return a function that returns the current folder; None if somebody has removed it."""
     import ctypes  # imported late: only a pool on Ray needs it
 
-    # `os.getcwd` gives away Python's lock, and the driver's thread would run after each call
     getcwd = ctypes.PyDLL(None).getcwd
     getcwd.restype = ctypes.c_char_p
-    memory = ctypes.create_string_buffer(LONGEST_PATH)
-    return functools.partial(getcwd, memory, LONGEST_PATH)
+    memory = ctypes.create_string_buffer(PATH_BYTES)
+
+    def find() -> bytes | None:
+        # `os.getcwd` releases Python's lock, and the driver's thread would run before each call
+        here: bytes | None = getcwd(memory, PATH_BYTES)
+        if here is None:  # its path is longer, or it was removed
+            with contextlib.suppress(FileNotFoundError):
+                here = os.getcwdb()  # noqa: PTH109
+        return here
+
+    return find
 
 
 def _sorted_folders(
@@ -250,7 +259,7 @@ class Modules:
         self._last_spec: Any = None
         self._names: tuple[str, ...] = ()
         self._objects: list[Any] = []
-        self._is_settled = False
+        self._is_settled = False  # nothing has to be looked at again unless these change
 
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, imported ones first; the same object if nothing has changed."""

@@ -549,7 +549,7 @@ def submit_call(
     options: Options,
     where: Where,
 ) -> Future[T]:
-    """Submit a call; return its future.
+    """Submit a call; return its future. It warns of random generators, once for a function.
 
     Args:
         engine: The engine of the pool.

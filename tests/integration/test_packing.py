@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import abc
 import functools
+import importlib
 import logging
 import math
 import multiprocessing
 import operator
 import pickle
+import sys
 import threading
 import tokenize
 import tracemalloc
 import types
 from collections.abc import Callable
 from os.path import basename
+from pathlib import Path
 from typing import Any, NewType, ParamSpec
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -269,6 +273,57 @@ def test_a_model_in_shared_memory_arrives_as_a_copy_with_a_warning() -> None:
 
 def test_a_builtin_travels_by_its_name() -> None:
     assert unpack(pack(open, "it")) is open
+
+
+LAZY = """
+import importlib
+
+def __getattr__(name):
+    return importlib.import_module("no_such_package_" + name)
+
+def adder(n):
+    def add(x):
+        return x + n
+    return add
+
+class Numbers:
+    @staticmethod
+    def double(x):
+        return 2 * x
+"""
+
+
+def test_functions_in_a_module_that_imports_what_it_lacks_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_of_packing.py").write_text(LAZY)
+    monkeypatch.syspath_prepend(tmp_path)
+    lazy = importlib.import_module("lazy_of_packing")
+    try:
+        add, double = (
+            unpack(pack(fn, "a function")) for fn in (lazy.adder(2), lazy.Numbers.double)
+        )
+        assert (add(3), double(3)) == (5, 6)
+    finally:
+        del sys.modules["lazy_of_packing"]
+
+
+def test_a_function_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may load a plugin from its file, under a name that no import would find."""
+    plugin = types.ModuleType("no_such_package.plugin")
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    exec("def work(): pass", vars(plugin))
+    with pytest.raises(SerializationError, match="the function work"):
+        pack(plugin.work, "the function work")
+
+
+def test_a_function_without_a_module_travels_while_others_go_by_value() -> None:
+    cloudpickle.register_pickle_by_value(operator)
+    try:
+        cached = unpack(pack(functools.lru_cache({3: 4}.get), "a function"))
+    finally:
+        cloudpickle.unregister_pickle_by_value(operator)
+    assert cached(3) == 4
 
 
 def test_what_a_script_decorates_travels() -> None:

@@ -54,6 +54,27 @@ def test_of_whoever_is_first_there_is_one() -> None:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_one_that_has_ended_says_when(is_running: bool) -> None:
+    """Whoever looks at it while another thread cancels it, at any line of that."""
+    lean: Future[int] = Future("lean", on_ask=lambda _: None)
+    if is_running:
+        lean.start()
+    seen = set()
+
+    def look(frame: Any, event: str, arg: object) -> Any:
+        seen.add((lean.done(), lean.finished_at is not None))
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        lean.cancel()
+    finally:
+        sys.settrace(before)
+    assert seen == {(False, False), (False, True), (True, True)}
+
+
 def in_a_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 
+from raypool.channel import users_code
 from raypool.channel.records import Failure, WorkerInfo
 from raypool.channel.users_code import PATCHERS, Project, generators_of, is_installed
 from raypool.core.model import Slice
@@ -188,6 +189,8 @@ def test_the_current_folder_may_be_removed_and_change(
     assert project.look().before[0] == str(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
     assert project.look().before[:2] == (str(tmp_path.parent), str(tmp_path))
+    monkeypatch.setattr(users_code, "PATH_BYTES", 4)  # its path is longer
+    assert Project().look().before[:2] == (str(tmp_path.parent), str(tmp_path))
 
 
 def test_what_is_installed_is_where_links_lead(

@@ -210,7 +210,7 @@ def _apart(items: SliceItems, buffers: list[Any], refs: list[Any], beside_bytes:
     """
     if len(items) < 2 or _are_apart(items):
         return list(items)
-    own_buffers: list[Any] = []  # of all items, one that they share many times
+    own_buffers: list[Any] = []  # of all items; one that several share is in it several times
     own_refs: list[Any] = []
     parts: list[tuple[bytes, list[int]]] = []
     num_bytes = checked = 0
@@ -432,7 +432,7 @@ def _pickled_by_name(value: Any) -> bytes | None:
 
     As cloudpickle's, in a tenth of its time: most of the cost of a future.
     """
-    # pickle itself looks whether a name is the function's, but would import a module for that
+    # pickle would import a module that is not loaded
     if isinstance(value, FunctionType) and (
         value.__module__ not in sys.modules or by_value.goes_by_value(value.__module__)
     ):
@@ -440,13 +440,20 @@ def _pickled_by_name(value: Any) -> bytes | None:
     if isinstance(value, FunctionType) or (
         isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
     ):
-        module, name = value.__module__, value.__qualname__
-        if getattr(sys.modules.get(module), name, None) is value:
-            return _pickle_of_name(module, name)
-        try:
-            return pickle.dumps(value, protocol=5)
-        except (pickle.PicklingError, AttributeError):
-            return None  # it cannot be found under its name: a lambda, or a function in a function
+        place = value.__module__, value.__qualname__
+        module = sys.modules.get(place[0])
+        # in its dict: a module may import others when it is asked for a name that it lacks
+        is_there = isinstance(module, ModuleType) and vars(module).get(place[1]) is value
+        packed = _by_name.get(place) if is_there else None
+        if packed is None:
+            try:
+                packed = pickle.dumps(value, protocol=5)
+            except (pickle.PicklingError, AttributeError):
+                # it cannot be found under its name: a lambda, or a function in a function
+                return None
+            if is_there:
+                _by_name[place] = packed
+        return packed
     if type(value) is list and len(value) == 1 and type(value[0]) is tuple and len(value[0]) == 2:
         args, kwargs = value[0]
         if type(args) is tuple and not kwargs and PLAIN.issuperset(map(type, args)):
@@ -456,9 +463,8 @@ def _pickled_by_name(value: Any) -> bytes | None:
     return None
 
 
-@functools.lru_cache(1024)
-def _pickle_of_name(module: str, name: str) -> bytes:
-    return pickle.dumps(getattr(sys.modules[module], name), protocol=5)
+_by_name: dict[tuple[str, str], bytes] = {}
+"""Pickles of functions that are variables of their module, by its name and theirs."""
 
 
 class Fetched:

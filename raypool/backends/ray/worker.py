@@ -438,12 +438,12 @@ class PoolWorker:
     def _function(self, fn_id: int) -> Callable[..., Any]:
         fn = self._functions.get(fn_id)
         if fn is None:
+            self._last_id = -1  # if it was forgotten, it is another object now
             with kept.on_purpose():
                 fn = self._functions[fn_id] = unpack(self._packed[fn_id])
                 share_left(fn)
             self._models[fn_id] = CapturedModels(fn)
             del self._packed[fn_id]
-            self._last_id = -1  # it may have been forgotten, and be another object now
         if fn_id != self._last_id:
             note_globals(fn)
             self._last_id = fn_id
