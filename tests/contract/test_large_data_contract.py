@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from raypool import ParallelPool, current_task
 
@@ -145,23 +147,48 @@ def test_items_of_one_call_that_hold_the_same_object_get_one_each(
         assert list(pool.parfor(change, items, chunk_size=6)) == [1] * 6
 
 
+def raised(values: Any) -> int:
+    """Add one to the first value; return what it was."""
+    before = int(values[0])
+    values[0] = before + 1
+    return before
+
+
+def column_raised(table: Any) -> int:
+    before = int(table["n"].iloc[0])
+    table["n"] += 1
+    return before
+
+
+NUMBERS = np.zeros((LARGE // 8, 2), np.int64)
+
+
 @pytest.mark.parametrize(
-    ("shared", "values"),
-    [(filled(0, LARGE), [1] * 10), ([str(number) for number in range(400_000)], [*range(1, 11)])],
-    ids=["array", "list"],
+    ("shared", "change"),
+    [
+        (NUMBERS[:, 0], raised),
+        (NUMBERS[::-1, 0].astype("M8[s]"), lambda dates: raised(dates.view(np.int64))),
+        (bytearray(LARGE), raised),
+        ([str(number) for number in range(400_000)], raised),
+        (pd.DataFrame({"name": [f"user {n}" for n in range(100_000)], "n": 0}), column_raised),
+        (torch.zeros(LARGE // 8, 2)[:, 0], raised),
+    ],
+    ids=["column", "dates", "bytes", "list", "table", "tensor"],
 )
-def test_what_items_share_is_sent_once(pool: ParallelPool, shared: Any, values: Any) -> None:
-    """Each may change an array; of other large objects, all have one."""
+def test_what_items_share_is_sent_once_and_each_may_change_its_own(
+    pool: ParallelPool, shared: Any, change: Callable[[Any], int]
+) -> None:
+    def change_all(item: Any) -> list[int]:
+        large, config, array = item[:3]
+        config["n"] += 1
+        return [change(large), config["n"], raised(array)]
 
-    def change(item: Any) -> int:
-        item[0][0] = int(item[0][0]) + 1
-        return int(item[0][0])
-
-    items = [(shared, [str(number)] * 100_000) for number in range(10)]
+    config, array = {"n": 0}, filled(0, 100_000)
+    items = [(shared, config, array, [str(number)] * 50_000) for number in range(10)]
     with pool.transfer_bytes() as transfer:
-        found = pool.parfor(change, items, chunk_size=10)
-    assert list(found) == values
-    assert transfer.total.sent_bytes < LARGE + 10 * MIDDLE
+        found = pool.parfor(change_all, items, chunk_size=10)
+    assert list(found) == [[0, 1, 0]] * 10
+    assert transfer.total.sent_bytes < 2 * LARGE + 10 * MIDDLE
 
 
 def test_a_retry_gets_what_was_sent_and_not_what_the_last_attempt_has_made_of_it(

@@ -68,7 +68,11 @@ SCRATCH_BYTES = 32 * 1024 * 1024
 """How much memory for copies a worker keeps: touching a page first takes longer than copying it."""
 
 APART_BYTES = 256 * 1024
-"""So much of what items of a call share, besides arrays, is sent with each: it takes 0.3 ms."""
+"""Each item of a call gets its own copy of what it shares with others, besides arrays, as long as
+that adds so many bytes to it on average: 0.3 ms."""
+
+FIRST_LOOK = 2
+"""After so many items of a call, it is known first whether they share much."""
 
 INLINE_BYTES = 64 * 1024
 """Smaller values travel in the message itself, others through the object store."""
@@ -116,13 +120,19 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         file: Any,
         refs: list[Any],
         keep_inside: Callable[[pickle.PickleBuffer], bool],
+        memory: _ArrayMemory | None = None,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep_inside)
         self._refs = refs
+        self._memory = memory
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) in by_value.CODE:  # most values: a function consists of such
             return super().reducer_override(value)
+        if self._memory is not None:
+            way = self._memory.reduced(value)
+            if way is not NotImplemented:
+                return way
         if isinstance(value, ray.ObjectRef):
             self._refs.append(value)
             return _arrived_ref, (len(self._refs) - 1,)
@@ -187,7 +197,13 @@ def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
     return Parcel(_pickled(value, buffers, refs, beside_bytes), buffers, refs)
 
 
-def _pickled(value: Any, buffers: list[Any], refs: list[Any], beside_bytes: int) -> bytes:
+def _pickled(
+    value: Any,
+    buffers: list[Any],
+    refs: list[Any],
+    beside_bytes: int,
+    memory: _ArrayMemory | None = None,
+) -> bytes:
     """Pickle a value; its large buffers and its references go into these lists."""
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -197,7 +213,7 @@ def _pickled(value: Any, buffers: list[Any], refs: list[Any], beside_bytes: int)
         return is_small
 
     file = io.BytesIO()
-    _Pickler(file, refs, keep_inside).dump(value)
+    _Pickler(file, refs, keep_inside, memory).dump(value)
     return file.getvalue()
 
 
@@ -205,26 +221,36 @@ def _apart(items: SliceItems, buffers: list[Any], refs: list[Any], beside_bytes:
     """Return what unpickles as a list of these items, of which no two share an object.
 
     An item may change its argument, and which items share a call is a matter of time. The memory of
-    an array is sent once, and each item gets its own view of it. Items do share what
-    is large without such memory: sending it with each would take too long.
+    an array is sent once, and each item gets its own view of it. Where items share much else,
+    several are in one pickle, and it is opened for each of them.
     """
     if len(items) < 2 or _are_apart(items):
         return list(items)
     own_buffers: list[Any] = []  # of all items; one that several share is in it several times
     own_refs: list[Any] = []
-    parts: list[tuple[bytes, list[int]]] = []
-    num_bytes = checked = 0
-    for number, item in enumerate(items, 1):
+    memory = _ArrayMemory()
+    parts: list[tuple[bytes, list[int], int]] = []
+    start, size, look_at = 0, 1, FIRST_LOOK
+    while start < len(items):
+        group = items[start : start + size]
         num_before = len(own_buffers)
-        data = _pickled(item, own_buffers, own_refs, beside_bytes)
-        parts.append((data, list(range(num_before, len(own_buffers)))))
-        num_bytes += len(data)
-        allowed = APART_BYTES * number
-        if num_bytes > max(allowed, 2 * checked):
-            checked = num_bytes  # not for each item: large ones may share nothing
-            together = _pickled(items[:number], [], [], beside_bytes)
-            if num_bytes - len(together) > allowed:
-                return list(items)
+        data = _pickled(group, own_buffers, own_refs, beside_bytes, memory)
+        parts.append((data, list(range(num_before, len(own_buffers))), len(group)))
+        start += size
+        if size == 1 and start == look_at:
+            look_at *= 4  # seldom: looking takes as long as pickling
+            joint_buffers: list[Any] = []
+            joint = _pickled(items[:start], joint_buffers, [], beside_bytes, memory)
+            alone = sum(len(data) for data, _, _ in parts)
+            if alone - len(joint) > APART_BYTES * start:
+                size = _group_size(
+                    alone + _total_bytes(own_buffers),
+                    len(joint) + _total_bytes(joint_buffers),
+                    start,
+                )
+                start = 0  # the first ones, too
+                for lists in own_buffers, own_refs, parts:
+                    lists.clear()
     # the list keeps their memory, so that no address is used again
     places = [_place(buffer) for buffer in own_buffers]
     different = dict(zip(places, own_buffers, strict=True))
@@ -232,8 +258,24 @@ def _apart(items: SliceItems, buffers: list[Any], refs: list[Any], beside_bytes:
     buffers.extend(different.values())
     refs.extend(own_refs)
     return _Together(
-        (data, [positions[places[number]] for number in numbers]) for data, numbers in parts
+        (data, [positions[places[number]] for number in numbers], size)
+        for data, numbers, size in parts
     )
+
+
+def _total_bytes(buffers: Sequence[pickle.PickleBuffer]) -> int:
+    return sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def _group_size(alone: int, joint: int, num_items: int) -> int:
+    """Return how many items go into one pickle, so that opening it takes four times as long as
+    opening one of them, at most.
+
+    `alone`, `joint`: the bytes of so many items in pickles of their own, and in one.
+    """
+    own = max((joint - alone / num_items) / (num_items - 1), 1.0)
+    shared = alone / num_items - own
+    return max(int(3 * shared / own), 1)
 
 
 def _place(buffer: pickle.PickleBuffer) -> tuple[int, int]:
@@ -242,18 +284,67 @@ def _place(buffer: pickle.PickleBuffer) -> tuple[int, int]:
     return memory.__array_interface__["data"][0], memory.nbytes
 
 
-class _Together(list[tuple[bytes, list[int]]]):
-    """Pickles of items, with the numbers of their buffers; unpickled, the list of the items."""
+class _ArrayMemory:
+    """Has arrays whose pickle would copy them pickled from the same memory each time."""
+
+    def __init__(self) -> None:
+        # with the array itself, so that nothing else gets its address
+        self._known: dict[Any, tuple[Any, Any]] = {}
+
+    def reduced(self, value: Any) -> Any:
+        """Return what a pickler's `reducer_override` does for an array, or `NotImplemented`."""
+        if type(value) is np.ndarray:
+            return self._of_array(value)
+        extensions = sys.modules.get("pandas.api.extensions")
+        kind = getattr(extensions, "ExtensionArray", None)
+        # not others', whose `__reduce_ex__` may return what can be used once
+        if (
+            kind is None
+            or not isinstance(value, kind)
+            or not type(value).__module__.startswith("pandas.")
+        ):
+            return NotImplemented
+        if id(value) not in self._known:  # strings of Arrow's are put together for each pickle
+            self._known[id(value)] = value, value.__reduce_ex__(5)
+        return self._known[id(value)][1]
+
+    def _of_array(self, array: np.ndarray[Any, Any]) -> Any:
+        is_dense = array.flags.c_contiguous or array.flags.f_contiguous
+        has_dates = array.dtype.kind in "mM"  # such memory cannot leave a pickle
+        if array.nbytes < BESIDE_BYTES or array.dtype.hasobject or (is_dense and not has_dates):
+            return NotImplemented
+        address = array.__array_interface__["data"][0]
+        key = address, array.shape, array.strides, array.dtype
+        if key not in self._known:
+            # as after any other journey, it can be changed
+            dense = array if is_dense and array.flags.writeable else array.copy()
+            way = _viewed, (dense.view(np.int64) if has_dates else dense, array.dtype)
+            self._known[key] = array, way
+        return self._known[key][1]
+
+
+def _viewed(memory: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    return memory.view(dtype)
+
+
+class _Together(list[tuple[bytes, list[int], int]]):
+    """Pickles of items, the numbers of their buffers, and how many items are in each; unpickled,
+    the list of the items.
+    """
 
     def __reduce__(self) -> Any:
         return _together, (list(self),)
 
 
-def _together(parts: list[tuple[bytes, list[int]]]) -> list[Any]:
+def _together(parts: list[tuple[bytes, list[int], int]]) -> list[Any]:
     def own_buffer(number: int) -> Any:
         return _arrived_buffer(_arriving.get().buffers[number])
 
-    return [pickle.loads(data, buffers=map(own_buffer, numbers)) for data, numbers in parts]
+    return [
+        pickle.loads(data, buffers=map(own_buffer, numbers))[position]
+        for data, numbers, size in parts
+        for position in range(size)
+    ]
 
 
 def _are_apart(items: SliceItems) -> bool:
