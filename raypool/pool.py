@@ -1085,7 +1085,7 @@ class PoolView(concurrent.futures.Executor):
             loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
                 `ignore_index`) is exact on one worker only, and a warning says so. A sum over them
-                is an error on several workers.
+                is an error on several workers, if outputs and targets are tensors.
             options: How to train; see `TrainingOptions`.
             workers: Those that train, as for `train`. None: all.
             lane: As for `train`.

@@ -502,7 +502,7 @@ class Learner:
         if self.ranks.size > 1:
             with self._precision():  # else the loss would refuse outputs of half precision
                 self.is_mean = self.is_mean and is_mean_over_samples(
-                    self._loss_fn, outputs[0], batch[1], loss
+                    self._loss_fn, outputs[0], batch[1], loss, self.share.size
                 )
         return loss
 
@@ -806,7 +806,7 @@ def check_loss(loss: Any) -> None:
 
 
 def is_mean_over_samples(
-    loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor
+    loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor, num_samples: int
 ) -> bool:
     """Whether a loss equals the mean over its halves, as it does if all samples count the same.
 
@@ -814,7 +814,7 @@ def is_mean_over_samples(
         InvalidValueError: It equals their sum: each rank would train by a part of the gradient.
     """
     are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-    if not are_tensors or len(outputs) < 2:
+    if not are_tensors or min(outputs.ndim, targets.ndim) == 0 or len(outputs) < 2:
         return True  # samples that cannot be halved: it cannot be told
     num_all, half = len(outputs), len(outputs) // 2
     tolerance = TOLERANCE.get(loss.dtype, 1e-2)
@@ -826,29 +826,38 @@ def is_mean_over_samples(
     def of_halves(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return loss_of(outputs[:half], targets[:half]), loss_of(outputs[half:], targets[half:])
 
-    def is_near(value: torch.Tensor, other: torch.Tensor) -> bool:
-        return bool(torch.isclose(value, other, rtol=tolerance, atol=1e-7, equal_nan=True))
+    def is_near(value: torch.Tensor, other: torch.Tensor, *halves: torch.Tensor) -> bool:
+        # losses may be tiny, and halves that cancel each other leave rounding errors
+        allowed = tolerance * max([each.abs() for each in (value, other, *halves)])
+        return bool(torch.isclose(value, other, rtol=0, atol=float(allowed), equal_nan=True))
+
+    def is_added_up(targets: torch.Tensor) -> bool:
+        halves = of_halves(targets)
+        return is_near(halves[0] + halves[1], loss_of(outputs, targets), *halves)
 
     is_mean = True
     try:
         with torch.no_grad():
             whole = loss.double()
             first, second = of_halves(targets)
-            is_mean = is_near((first * half + second * (num_all - half)) / num_all, whole)
+            mean = (first * half + second * (num_all - half)) / num_all
+            is_mean = is_near(mean, whole, first, second)
             if is_mean:
                 return True
-            ones = torch.ones_like(targets)
             twice = [each.repeat_interleave(2, 0) for each in (outputs, targets)]
             is_sum = (
-                is_near(first + second, whole)
+                # else another dimension may be that of the samples
+                num_all == num_samples
+                and is_near(first + second, whole, first, second)
                 # a mean over chosen samples equals one half if the other has none of them
                 and not (is_near(first, whole) or is_near(second, whole))
-                # one that divides by the number of positives may have found none
-                and is_near(sum(of_halves(ones), torch.zeros_like(whole)), loss_of(outputs, ones))
-                # one that compares four samples: log 4 = log 2 + log 2
+                # one that divides by the number of chosen ones may have found none
+                and is_added_up(torch.ones_like(targets))
+                and is_added_up(torch.zeros_like(targets))
+                # one that compares samples with each other: of n equal ones it may be log n
                 and is_near(loss_of(*twice), 2 * whole)
             )
-    except Exception:  # the user's function may take no halves, and no other targets
+    except Exception:  # the user's function may fail for half of the samples, or other targets
         return is_mean
     if is_sum:
         raise InvalidValueError(
