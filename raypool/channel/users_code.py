@@ -15,6 +15,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import marshal
+import operator
 import os
 import platform
 import random
@@ -256,6 +257,7 @@ class Modules:
         self._versions: dict[str, Version] = {}
         # as the last look found them, to see quickly that nothing has changed
         self._newest: Any = None
+        self._loading: list[str] = []  # modules that are being imported
         self._last_spec: Any = None
         self._names: tuple[str, ...] = ()
         self._objects: list[Any] = []
@@ -272,12 +274,12 @@ class Modules:
             self._is_settled
             and newest == self._newest
             and last_spec is self._last_spec
-            and list(map(modules.get, self._names)) == self._objects
+            and all(map(operator.is_, map(modules.get, self._names), self._objects))
         ):
             return self._versions
         self._is_settled = False  # a look that is interrupted is made again
         is_patched = not modules.keys().isdisjoint(PATCHERS)
-        is_settled, is_loading = not is_patched, False
+        is_settled = not is_patched
         changed = [
             (name, known, module)
             for name, known in self._loaded.items()
@@ -294,16 +296,18 @@ class Modules:
                 self._loaded[name] = known._replace(spec=module.__spec__)  # its reload has failed
             else:  # its file may be absent for a moment
                 is_settled &= self._take(name, module, known.version.reloads + 1)
-        if newest != self._newest:
-            for name, module in modules.copy().items():
-                if name not in self._loaded and is_users(name):
-                    is_loading |= _is_loading(module)
-                    self._take(name, module, 0)
-            self._newest = None if is_loading else newest
+        loading = []
+        for name in list(modules) if newest != self._newest else self._loading:
+            module = modules.get(name)
+            if module is not None and name not in self._loaded and is_users(name):
+                if _is_loading(module):
+                    loading.append(name)
+                self._take(name, module, 0)
+        self._newest, self._loading = newest, loading
         self._last_spec = last_spec
         self._names = tuple(self._loaded)
         self._objects = [each.module for each in self._loaded.values()]
-        self._is_settled = is_settled
+        self._is_settled = is_settled and not loading
         return self._versions
 
     def _take(self, name: str, module: types.ModuleType, reloads: int) -> bool:

@@ -40,7 +40,7 @@ PLAIN_BYTES = 1024
 """An immutable value up to this size [bytes] is also kept in the Composite itself."""
 
 MOST_TRACES = 1000
-"""Of a list of values that is freed, only so many are watched."""
+"""Of the values in a dict, list or tuple that is freed, only so many are watched."""
 
 MAX_TEXT = 100
 """A description has at most this length [characters]: it is one line of several."""
@@ -143,11 +143,20 @@ def _traces(value: Any) -> list[weakref.ref[Any]]:
     return traces
 
 
+_outliving: dict[int, weakref.ref[Any]] = {}
+"""Objects that were there after a collection, by the id of the reference: others hold them."""
+
+
 def _release(traces: Sequence[weakref.ref[Any]]) -> None:
-    # A Lightning module and its trainer refer to each other, and both to the GPU. What goes without
-    # the collector is spared its 0.1 s, such as a tensor that each step of a loop returns.
-    if any(trace() is not None for trace in traces):
+    global _outliving
+    # A Lightning module and its trainer refer to each other, and both to the GPU: only the
+    # collector frees these. It takes 0.1 s and more, so not for a tensor that has gone already, or
+    # for a class, which lives on.
+    left = [trace for trace in traces if trace() is not None and id(trace) not in _outliving]
+    if left:
         gc.collect()
+        known = (*_outliving.values(), *left)
+        _outliving = {id(trace): trace for trace in known if trace() is not None}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other processes on this GPU see the cache as taken
@@ -595,7 +604,8 @@ def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) ->
 def _forget_soon(
     engine: Engine, key: str, seats: tuple[tuple[int, int], ...], is_large: bool
 ) -> None:
-    # A loop of short spmd calls frees as many Composites of numbers: a call for each takes as long.
+    # A loop of short spmd calls frees as many Composites of numbers: a call to forget each of them
+    # would take as long as the spmd call.
     with _lock:
         small = _small.setdefault(engine, {})
     keys = small.setdefault(seats, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import uuid
 import weakref
@@ -49,6 +50,23 @@ def test_a_value_takes_the_place_of_the_one_before(key: str) -> None:
     composite.keep(key, 0, [1])
     assert composite.find(key, 0) == [1]
     assert gone() is None
+
+
+def test_the_collector_runs_once_for_what_lives_on(key: str) -> None:
+    """A class, say, that each call returns; a collection takes long in a large process."""
+
+    def num_collections() -> int:
+        return int(gc.get_stats()[2]["collections"])
+
+    gc.disable()
+    try:
+        before = num_collections()
+        for number in range(5):
+            composite.keep(key, 0, {"kind": Thing, "number": number})
+            composite.forget(key)
+        assert num_collections() - before <= 1
+    finally:
+        gc.enable()
 
 
 def test_none_is_a_value(key: str) -> None:

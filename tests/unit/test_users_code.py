@@ -176,6 +176,21 @@ def test_packages_are_not_looked_into() -> None:
     assert not {"pytest", "numpy", "os", "raypool", "raypool.pool"} & versions.keys()
 
 
+def test_a_module_may_have_an_equality_of_its_own(lab: ModuleType) -> None:
+    class Lazy(ModuleType):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+    project = Project()
+    project.look()  # it may import modules itself
+    before = project.look()
+    sys.modules[NAME] = Lazy(NAME)
+    vars(sys.modules[NAME]).update(vars(lab))
+    assert project.look().number > before.number
+
+
 def test_the_current_folder_may_be_removed_and_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
