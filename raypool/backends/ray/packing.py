@@ -68,11 +68,11 @@ SCRATCH_BYTES = 32 * 1024 * 1024
 """How much memory for copies a worker keeps: touching a page first takes longer than copying it."""
 
 APART_BYTES = 256 * 1024
-"""Each item of a call gets its own copy of what it shares with others, besides arrays, as long as
-that adds so many bytes to it on average: 0.3 ms."""
+"""What items of a call share, besides arrays, is sent with each of them, as long as that adds no
+more than this to an item on average: 0.3 ms."""
 
 FIRST_LOOK = 2
-"""After so many items of a call, it is known first whether they share much."""
+"""After pickling so many items of a call, raypool first looks whether they share much."""
 
 INLINE_BYTES = 64 * 1024
 """Smaller values travel in the message itself, others through the object store."""
@@ -238,7 +238,7 @@ def _apart(items: SliceItems, buffers: list[Any], refs: list[Any], beside_bytes:
         parts.append((data, list(range(num_before, len(own_buffers))), len(group)))
         start += size
         if size == 1 and start == look_at:
-            look_at *= 4  # seldom: looking takes as long as pickling
+            look_at *= 4  # not more often: to look is to pickle them all once more
             joint_buffers: list[Any] = []
             joint = _pickled(items[:start], joint_buffers, [], beside_bytes, memory)
             alone = sum(len(data) for data, _, _ in parts)
@@ -285,7 +285,7 @@ def _place(buffer: pickle.PickleBuffer) -> tuple[int, int]:
 
 
 class _ArrayMemory:
-    """Has arrays whose pickle would copy them pickled from the same memory each time."""
+    """Lets arrays that pickle would copy each time leave it as the same memory each time."""
 
     def __init__(self) -> None:
         # with the array itself, so that nothing else gets its address
