@@ -106,7 +106,7 @@ class Function:
     """A user's function: packed once, shipped to each worker once, known there by `fn_id`.
 
     `project`: the user's modules as they were when it was packed, if it leaves this process.
-    `is_searched`: a call of it has looked for random generators of its own.
+    `is_searched`: raypool has looked for random generators in it, before a call.
     """
 
     __slots__ = ("__weakref__", "fn_id", "is_searched", "name", "packed", "project")

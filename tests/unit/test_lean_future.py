@@ -56,7 +56,7 @@ def test_of_whoever_is_first_there_is_one() -> None:
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_one_that_has_ended_says_when(is_running: bool) -> None:
-    """Whoever looks at it while another thread cancels it, at any line of that."""
+    """Another thread may look at it while any line of `cancel` runs."""
     lean: Future[int] = Future("lean", on_ask=lambda _: None)
     if is_running:
         lean.start()
